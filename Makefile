@@ -1,0 +1,46 @@
+# One entry point for people and for CI. Needs Python >= 3.11 and make, nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Another place to take the torch wheel from, e.g. PIP_ARGS="--index-url URL --extra-index-url URL".
+PIP_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+
+.PHONY: setup check test test-full demo format proto clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moerelay needs Python 3.11 or newer; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[worker,dev]'
+	touch $@
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/python scripts/generate_proto.py --check
+	$(BIN)/python scripts/generate_openapi.py --check
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: setup
+	$(BIN)/python -m deploy.demo
+
+format: setup
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+proto: setup
+	$(BIN)/python scripts/generate_proto.py
+	$(BIN)/python scripts/generate_openapi.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

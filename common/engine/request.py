@@ -1,0 +1,98 @@
+"""What goes into the engine and what comes out of it: plain records, no threads and no sockets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from common.errors import MoerelayError
+from common.kv.pool import BlockId
+from common.routing.record import RoutingArray
+from common.sampling import Finish, SampledToken, SamplingParams
+
+RequestId = NewType("RequestId", str)
+
+
+class Work(Enum):
+    """Which part of a request one engine does."""
+
+    #: Prefill and decode here.
+    WHOLE = "whole"
+    #: Prefill here and sample the first token; blocks stay held until `Engine.release`.
+    PREFILL = "prefill"
+    #: Blocks are reserved here, somebody else fills them, then `Engine.commit_handoff` starts decoding.
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One choice of one HTTP request. `routing_start` is None when no rows are wanted."""
+
+    request_id: RequestId
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    routing_start: int | None
+    work: Work = Work.WHOLE
+
+    @property
+    def num_slots(self) -> int:
+        """Slots reserved at admission: every position that this engine may forward.
+
+        The last generated token is never forwarded; a prefill worker forwards the prompt only.
+        """
+        return len(self.prompt) + (0 if self.work is Work.PREFILL else self.sampling.max_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksLeased:
+    """Work.DECODE: blocks are reserved and blank; the handoff may be written into them."""
+
+    request_id: RequestId
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAdvanced:
+    """Work.PREFILL: KV and rows of positions [0, computed) are in `blocks`. The last one carries the first token."""
+
+    request_id: RequestId
+    blocks: tuple[BlockId, ...]
+    computed: int
+    first_token: SampledToken | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Work.WHOLE and Work.DECODE: new tokens and rows since the last event; `finish` ends the request.
+
+    `rows_TLK` holds the rows of positions that became final, from `routing_start` on; None when routing is off.
+    With Work.WHOLE an event without tokens brings the rows of a prompt chunk.
+    """
+
+    request_id: RequestId
+    tokens: tuple[SampledToken, ...]
+    rows_TLK: RoutingArray | None
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended with an error and holds nothing any more."""
+
+    request_id: RequestId
+    error: MoerelayError
+
+
+EngineEvent = BlocksLeased | PromptAdvanced | Progress | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Live counts, for heartbeats and gauges."""
+
+    running: int
+    waiting: int
+    #: Sequences that hold blocks for a handoff: leased and not committed, or prefilled and not released.
+    handoffs: int
+    kv_blocks_used: int
+    kv_blocks_total: int

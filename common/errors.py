@@ -1,0 +1,168 @@
+"""The one exception tree, and how each error looks over HTTP and gRPC.
+
+MoerelayError
+├── RequestError                    the client's request cannot be served as asked
+│   ├── InvalidRequestError         400  a field is wrong; `param` names it
+│   ├── AuthenticationError         401
+│   ├── NotFoundError               404
+│   ├── DuplicateRequestError       409
+│   └── PayloadTooLargeError        413
+├── ServiceError                    the service cannot serve it now
+│   ├── OverloadedError             429  a queue is full
+│   ├── UnavailableError            503  no healthy worker, or draining
+│   ├── WorkerLostError             502  a worker went away during the request
+│   ├── HandoffError                502  the handoff broke
+│   │   ├── HandoffRefusedError     502  the two sides do not fit, in words
+│   │   ├── HandoffCorruptError     502  sizes or checksums do not match
+│   │   └── HandoffTimeoutError     504  no progress within the lease
+│   └── InternalError               500
+│       └── RoutingMissingError     500  a routing row was not recorded
+└── StartupError                    the process cannot start; exit code 2
+    ├── ConfigError                 a setting is wrong
+    └── CheckpointError             the checkpoint is broken or not supported
+"""
+
+import grpc
+
+
+class MoerelayError(Exception):
+    """Base of everything moerelay raises on purpose. `message` is a sentence for the person who can fix it."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestError(MoerelayError):
+    """The request cannot be served as asked; the same request will fail again."""
+
+
+class InvalidRequestError(RequestError):
+    """A field has a wrong value; `param` names it."""
+
+
+class AuthenticationError(RequestError):
+    """The API key is missing or unknown."""
+
+
+class NotFoundError(RequestError):
+    """No such route, model or request."""
+
+
+class DuplicateRequestError(RequestError):
+    """A live request has this id already."""
+
+
+class PayloadTooLargeError(RequestError):
+    """The body or a message is larger than the configured limit."""
+
+
+class ServiceError(MoerelayError):
+    """The service cannot serve the request now; the same request may succeed later."""
+
+
+class OverloadedError(ServiceError):
+    """A queue is full."""
+
+
+class UnavailableError(ServiceError):
+    """No healthy worker can take the request."""
+
+
+class WorkerLostError(ServiceError):
+    """A worker went away while it served the request."""
+
+
+class HandoffError(ServiceError):
+    """KV and rows did not arrive on the decode worker."""
+
+
+class HandoffRefusedError(HandoffError):
+    """Prefill and decode worker do not fit; the message names what differs."""
+
+
+class HandoffCorruptError(HandoffError):
+    """A frame's size, range or checksum is wrong."""
+
+
+class HandoffTimeoutError(HandoffError):
+    """No frame or acknowledgement arrived in time."""
+
+
+class InternalError(ServiceError):
+    """A fault of moerelay itself."""
+
+
+class RoutingMissingError(InternalError):
+    """A routing row was asked for that no forward pass recorded."""
+
+
+class StartupError(MoerelayError):
+    """The process cannot start."""
+
+
+class ConfigError(StartupError):
+    """A setting is wrong or impossible in combination with another."""
+
+
+class CheckpointError(StartupError):
+    """The checkpoint is broken, incomplete or of a kind that is not supported."""
+
+
+#: Exit code of a process that ends with a StartupError.
+STARTUP_EXIT_CODE = 2
+
+#: HTTP status and the `type` of the error body, for every class that can reach a client.
+HTTP_TABLE: dict[type[MoerelayError], tuple[int, str]] = {
+    InvalidRequestError: (400, "BadRequestError"),
+    AuthenticationError: (401, "AuthenticationError"),
+    NotFoundError: (404, "NotFoundError"),
+    DuplicateRequestError: (409, "ConflictError"),
+    PayloadTooLargeError: (413, "RequestTooLargeError"),
+    OverloadedError: (429, "RateLimitError"),
+    UnavailableError: (503, "ServiceUnavailableError"),
+    WorkerLostError: (502, "WorkerLostError"),
+    HandoffError: (502, "HandoffError"),
+    HandoffRefusedError: (502, "HandoffRefusedError"),
+    HandoffCorruptError: (502, "HandoffCorruptError"),
+    HandoffTimeoutError: (504, "HandoffTimeoutError"),
+    InternalError: (500, "InternalServerError"),
+    RoutingMissingError: (500, "InternalServerError"),
+}
+
+#: gRPC status, and the `moerelay-error` trailer that lets the caller rebuild the exact class.
+GRPC_TABLE: dict[type[MoerelayError], tuple[grpc.StatusCode, str]] = {
+    InvalidRequestError: (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+    AuthenticationError: (grpc.StatusCode.UNAUTHENTICATED, "authentication"),
+    NotFoundError: (grpc.StatusCode.NOT_FOUND, "not_found"),
+    DuplicateRequestError: (grpc.StatusCode.ALREADY_EXISTS, "duplicate_request"),
+    PayloadTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "payload_too_large"),
+    OverloadedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded"),
+    UnavailableError: (grpc.StatusCode.UNAVAILABLE, "unavailable"),
+    WorkerLostError: (grpc.StatusCode.UNAVAILABLE, "worker_lost"),
+    HandoffError: (grpc.StatusCode.ABORTED, "handoff"),
+    HandoffRefusedError: (grpc.StatusCode.FAILED_PRECONDITION, "handoff_refused"),
+    HandoffCorruptError: (grpc.StatusCode.DATA_LOSS, "handoff_corrupt"),
+    HandoffTimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, "handoff_timeout"),
+    InternalError: (grpc.StatusCode.INTERNAL, "internal"),
+    RoutingMissingError: (grpc.StatusCode.INTERNAL, "routing_missing"),
+}
+
+ERROR_TRAILER = "moerelay-error"
+PARAM_TRAILER = "moerelay-param"
+
+_CLASS_BY_TRAILER = {kind: cls for cls, (_, kind) in GRPC_TABLE.items()}
+
+#: What a bare gRPC status means when the peer sent no trailer, i.e. when gRPC itself failed.
+_CLASS_BY_STATUS: dict[grpc.StatusCode, type[MoerelayError]] = {
+    grpc.StatusCode.UNAVAILABLE: WorkerLostError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: PayloadTooLargeError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: WorkerLostError,
+}
+
+
+def from_grpc(code: grpc.StatusCode, details: str, trailers: dict[str, str]) -> MoerelayError:
+    """Rebuilds the error that a worker raised; a status that gRPC made itself becomes its nearest class."""
+    cls = _CLASS_BY_TRAILER.get(trailers.get(ERROR_TRAILER, "")) or _CLASS_BY_STATUS.get(code, InternalError)
+    return cls(details, param=trailers.get(PARAM_TRAILER))

@@ -1,0 +1,72 @@
+"""Conversions between the plain records and their protobuf messages: the only place where both are known."""
+
+from common.pb import types_pb2 as pb
+from common.sampling import FinishReason, SampledToken, SamplingParams, TokenLogprob
+
+_FINISH_TO_PB = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+_FINISH_FROM_PB = {value: key for key, value in _FINISH_TO_PB.items()}
+
+
+def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        choice=params.choice,
+        stop_token_ids=sorted(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+        logit_bias=params.logit_bias,
+    )
+
+
+def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        seed=message.seed,
+        choice=message.choice,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        logit_bias=dict(message.logit_bias),
+    )
+
+
+def token_to_pb(token: SampledToken) -> pb.SampledToken:
+    own = None if token.logprob is None else _logprob_to_pb(token.logprob)
+    return pb.SampledToken(token_id=token.token_id, logprob=own, top=[_logprob_to_pb(t) for t in token.top])
+
+
+def token_from_pb(message: pb.SampledToken) -> SampledToken:
+    own = _logprob_from_pb(message.logprob) if message.HasField("logprob") else None
+    return SampledToken(message.token_id, own, tuple(_logprob_from_pb(t) for t in message.top))
+
+
+def _logprob_to_pb(value: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(token_id=value.token_id, logprob=value.logprob, rank=value.rank)
+
+
+def _logprob_from_pb(message: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.token_id, message.logprob, message.rank)
+
+
+def finish_to_pb(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    return _FINISH_TO_PB[reason]
+
+
+def finish_from_pb(reason: pb.FinishReason.ValueType) -> FinishReason | None:
+    return _FINISH_FROM_PB[reason]

@@ -1,0 +1,107 @@
+"""What every gRPC server and client of moerelay shares: limits, keepalive, and errors that keep their class."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+
+from common.errors import ERROR_TRAILER, GRPC_TABLE, PARAM_TRAILER, InternalError, MoerelayError, from_grpc
+
+#: Version of the gRPC services and of the handoff protocol, compared when workers pair.
+PROTOCOL_VERSION = 1
+
+log = structlog.get_logger()
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Options of servers and channels; gRPC's own limit of 4 MiB would refuse a long prompt's token ids or rows."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # A peer that vanished without closing its socket is noticed after about interval + timeout.
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # The server must tolerate the client's ping interval, or it answers with GOAWAY "too many pings".
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Workers that come back are tried again at once, not after gRPC's default backoff of up to 2 minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+
+
+@contextmanager
+def grpc_errors() -> Iterator[None]:
+    """Client side: turns grpc.aio errors into the MoerelayError that the server raised."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        trailers = {str(key): _text(value) for key, value in error.trailing_metadata() or ()}
+        raise from_grpc(error.code(), error.details() or error.code().name, trailers) from error
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Server side: a MoerelayError ends the call with its status and trailers; anything else is INTERNAL and logged."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(details)
+        if handler is None:
+            return handler
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _guard_unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            )
+        if handler.unary_stream is not None and handler.request_deserializer is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
+            )
+        return handler
+
+
+def _guard_unary(behavior: Any) -> Any:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request, context)
+        except MoerelayError as error:
+            await _abort(context, error)
+        except Exception as error:  # the supervisor of this process's RPC handlers
+            if isinstance(error, grpc.aio.AbortError):
+                raise
+            log.exception("rpc_failed")
+            await _abort(context, InternalError(f"internal error: {type(error).__name__}"))
+
+    return guarded
+
+
+def _guard_stream(behavior: Any) -> Any:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for item in behavior(request, context):
+                yield item
+        except MoerelayError as error:
+            await _abort(context, error)
+        except Exception as error:  # the supervisor of this process's RPC handlers
+            if isinstance(error, grpc.aio.AbortError):
+                raise
+            log.exception("rpc_failed")
+            await _abort(context, InternalError(f"internal error: {type(error).__name__}"))
+
+    return guarded
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: MoerelayError) -> NoReturn:
+    cls = next(c for c in type(error).__mro__ if c in GRPC_TABLE)
+    code, kind = GRPC_TABLE[cls]
+    trailers = [(ERROR_TRAILER, kind)] + ([(PARAM_TRAILER, error.param)] if error.param else [])
+    await context.abort(code, error.message, tuple(trailers))
