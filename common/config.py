@@ -250,7 +250,7 @@ def _bind(cls: type[SettingsT], prog: str, toml: Path | None) -> type[SettingsT]
     """`cls` with a program name and a TOML file as the weakest source."""
 
     class Bound(cls):  # type: ignore[valid-type, misc]
-        __doc__ = f"{cls.__doc__} Every flag is also a MOERELAY_* variable and a key of the file given with --config FILE.toml."
+        __doc__ = f"{cls.__doc__} Each flag is also a MOERELAY_* variable and a key of --config FILE.toml."
         model_config = SettingsConfigDict(cli_prog_name=prog, toml_file=toml)
 
         @classmethod

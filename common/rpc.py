@@ -1,6 +1,6 @@
 """What every gRPC server and client of moerelay shares: limits, keepalive, and errors that keep their class."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -60,40 +60,26 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return handler
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _guard_unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+                _guard(handler.unary_unary), handler.request_deserializer, handler.response_serializer
             )
         if handler.unary_stream is not None and handler.request_deserializer is not None:
             return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
+                _guard(handler.unary_stream), handler.request_deserializer, handler.response_serializer
             )
         return handler
 
 
-def _guard_unary(behavior: Any) -> Any:
+def _guard(behavior: Any) -> Any:
+    """Wraps a coroutine handler. Streaming handlers write to the context too, so that cancelling unwinds them at once."""
+
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behavior(request, context)
         except MoerelayError as error:
             await _abort(context, error)
+        except grpc.aio.AbortError:
+            raise
         except Exception as error:  # the supervisor of this process's RPC handlers
-            if isinstance(error, grpc.aio.AbortError):
-                raise
-            log.exception("rpc_failed")
-            await _abort(context, InternalError(f"internal error: {type(error).__name__}"))
-
-    return guarded
-
-
-def _guard_stream(behavior: Any) -> Any:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
-            async for item in behavior(request, context):
-                yield item
-        except MoerelayError as error:
-            await _abort(context, error)
-        except Exception as error:  # the supervisor of this process's RPC handlers
-            if isinstance(error, grpc.aio.AbortError):
-                raise
             log.exception("rpc_failed")
             await _abort(context, InternalError(f"internal error: {type(error).__name__}"))
 

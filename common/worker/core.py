@@ -1,0 +1,119 @@
+"""Puts one worker's model, memory and engine together from its settings."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.config import WorkerSettings
+from common.engine.loop import Engine, EngineLimits
+from common.errors import ConfigError
+from common.kv.pool import BlockPool
+from common.kv.store import KVLayout, KVStore
+from common.model.config import ModelConfig
+from common.model.loader import LoadedModel, load_model
+from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
+from common.model.runner import ModelRunner
+from common.pb import types_pb2
+from common.worker.bridge import EngineBridge
+
+#: KV cache of a worker that was told nothing: enough for tens of thousands of tokens of a small model.
+DEFAULT_KV_CACHE_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCore:
+    """Everything behind the RPC services of one worker."""
+
+    description: types_pb2.ModelDescription
+    exact: bool
+    store: KVStore
+    engine: Engine
+    bridge: EngineBridge
+
+
+def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> WorkerCore:
+    """Loads the checkpoint and assembles the engine; the engine thread is not started yet.
+
+    Raises:
+        StartupError: a setting does not fit the checkpoint, or the checkpoint is broken.
+    """
+    torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, config)
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, settings.block_size, dtype)
+    num_blocks = _num_usable_blocks(settings, layout, config)
+    max_model_len = _max_model_len(settings, config, num_blocks)
+    loaded = load_model(path, config, dtype, device, progress=True)
+    store = KVStore(layout, config.routing, num_blocks + 1, device, poison=settings.debug_poison_kv)
+    bridge = EngineBridge()
+    engine = Engine(
+        runner=ModelRunner(loaded.decoder, store),
+        store=store,
+        pool=BlockPool(num_blocks + 1),
+        limits=EngineLimits(
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_waiting=settings.max_waiting,
+            max_model_len=max_model_len,
+            vocab_size=config.vocab_size,
+        ),
+        eos_token_ids=config.eos_token_ids,
+        on_events=bridge.deliver,
+    )
+    bridge.attach(engine)
+    description = _describe(settings, config, loaded, max_model_len, numerics_fingerprint(device, dtype))
+    return WorkerCore(description, is_exact(device), store, engine, bridge)
+
+
+def _num_usable_blocks(settings: WorkerSettings, layout: KVLayout, config: ModelConfig) -> int:
+    if settings.num_kv_blocks is not None:
+        return settings.num_kv_blocks
+    budget = settings.kv_cache_memory or DEFAULT_KV_CACHE_BYTES
+    block_bytes = layout.block_size * (layout.token_bytes + config.routing.row_bytes)
+    if budget < 2 * block_bytes:
+        raise ConfigError(f"--kv-cache-memory of {budget} bytes holds fewer than 2 blocks of {block_bytes} bytes")
+    return budget // block_bytes
+
+
+def _max_model_len(settings: WorkerSettings, config: ModelConfig, num_blocks: int) -> int:
+    """The context: what was asked for if checkpoint and KV cache allow it, otherwise the most that they allow."""
+    capacity = num_blocks * settings.block_size
+    if settings.max_model_len is None:
+        return min(config.max_position_embeddings, capacity)
+    if settings.max_model_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {settings.max_model_len} exceeds the checkpoint's max_position_embeddings of "
+            f"{config.max_position_embeddings}"
+        )
+    if settings.max_model_len > capacity:
+        raise ConfigError(
+            f"--max-model-len {settings.max_model_len} exceeds the {capacity} tokens that the KV cache holds; "
+            "raise --kv-cache-memory or --num-kv-blocks"
+        )
+    return settings.max_model_len
+
+
+def _describe(
+    settings: WorkerSettings, config: ModelConfig, loaded: LoadedModel, max_model_len: int, numerics: str
+) -> types_pb2.ModelDescription:
+    dtype = loaded.decoder.dtype
+    return types_pb2.ModelDescription(
+        family=config.family,
+        fingerprint=loaded.fingerprint,
+        weight_version=settings.weight_version,
+        dtype=str(dtype).removeprefix("torch."),
+        numerics=numerics,
+        num_layers=config.num_layers,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        block_size=settings.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        routing_dtype=config.routing.dtype.name,
+        routing_enabled=settings.enable_return_routed_experts,
+        eos_token_ids=sorted(config.eos_token_ids),
+    )

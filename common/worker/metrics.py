@@ -1,0 +1,54 @@
+"""A worker's Prometheus metrics, read from the engine and the handoff when they are scraped: no second bookkeeping."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.engine.loop import Engine
+
+#: Reads one number at scrape time.
+Reading = Callable[[], float]
+
+
+class WorkerMetrics(Collector):
+    """Gauges and counters of one worker, each labelled with its role and name."""
+
+    def __init__(self, role: str, worker_id: str) -> None:
+        self._labels = (role, worker_id)
+        self._readings: list[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str, Reading]] = []
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def gauge(self, name: str, documentation: str, reading: Reading) -> None:
+        self._readings.append((GaugeMetricFamily, name, documentation, reading))
+
+    def counter(self, name: str, documentation: str, reading: Reading) -> None:
+        self._readings.append((CounterMetricFamily, name, documentation, reading))
+
+    def collect(self) -> Iterable[Metric]:
+        for family_type, name, documentation, reading in self._readings:
+            family = family_type(f"moerelay_{name}", documentation, labels=("role", "worker"))
+            family.add_metric(self._labels, reading())
+            yield family
+
+    def exposition(self) -> bytes:
+        """Prometheus text format."""
+        return generate_latest(self._registry)
+
+
+def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
+    """What every worker reports about its engine."""
+    stats = engine.stats
+    metrics.gauge("requests_running", "Sequences in the running batch.", lambda: engine.load().running)
+    metrics.gauge("requests_waiting", "Sequences that wait for blocks.", lambda: engine.load().waiting)
+    metrics.gauge("handoffs_in_flight", "Sequences being handed over.", lambda: engine.load().handoffs)
+    metrics.gauge("kv_blocks_used", "KV blocks held by live sequences.", lambda: engine.load().kv_blocks_used)
+    metrics.gauge("kv_blocks", "KV blocks of the worker.", lambda: engine.load().kv_blocks_total)
+    metrics.counter("prompt_tokens_computed", "Prompt tokens forwarded here.", lambda: stats.prompt_tokens_computed)
+    metrics.counter("generated_tokens", "Tokens sampled here.", lambda: stats.generated_tokens)
+    metrics.counter("engine_steps", "Forward passes.", lambda: stats.steps)
+    metrics.counter("decode_steps", "Forward passes that decoded at least one sequence.", lambda: stats.decode_steps)
+    metrics.counter("engine_step_failures", "Forward passes that raised.", lambda: stats.step_failures)
+    metrics.counter("routing_rows_captured", "Routing rows recorded here.", lambda: stats.routing_rows_captured)

@@ -1,0 +1,76 @@
+"""Runs one worker: the engine around its services, in the order in which they must start and stop."""
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from common.config import WorkerSettings
+from common.handoff.messages import HandoffIdentity
+from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
+from common.worker.core import WorkerCore
+from common.worker.lifecycle import Lifecycle
+from common.worker.metrics import WorkerMetrics, engine_metrics
+from common.worker.server import WorkerServer
+from common.worker.service import WorkerIdentity, WorkerService
+
+ROLE_NAMES = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode", types_pb2.ROLE_BOTH: "both"}
+
+
+def new_instance_id() -> str:
+    """Names one process start, so that a peer notices that a worker was replaced."""
+    return secrets.token_hex(8)
+
+
+@asynccontextmanager
+async def running_engine(core: WorkerCore) -> AsyncIterator[None]:
+    """The engine thread, bound to this event loop."""
+    core.bridge.start()
+    core.engine.start()
+    try:
+        yield
+    finally:
+        core.engine.stop()
+
+
+def add_worker_service(
+    server: WorkerServer,
+    settings: WorkerSettings,
+    core: WorkerCore,
+    lifecycle: Lifecycle,
+    *,
+    role: types_pb2.Role.ValueType,
+    instance_id: str,
+    handoff_endpoint: str = "",
+    check: Callable[[], list[str]] = list,
+) -> tuple[str, WorkerMetrics]:
+    """Registers the Worker service; returns its full name and the metrics that the role adds its own to."""
+    name = ROLE_NAMES[role]
+    worker_id = settings.worker_id or f"{name}-{server.address.rpartition(':')[2]}"
+    metrics = WorkerMetrics(name, worker_id)
+    engine_metrics(metrics, core.engine)
+    identity = WorkerIdentity(worker_id, instance_id, role, os.getpid(), server.address, handoff_endpoint)
+    service = WorkerService(identity, core, lifecycle, metrics, check)
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
+    return worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name, metrics
+
+
+def handoff_identity(core: WorkerCore, instance_id: str) -> HandoffIdentity:
+    """What both ends of a handoff compare."""
+    model = core.description
+    return HandoffIdentity(
+        instance_id=instance_id,
+        fingerprint=model.fingerprint,
+        weight_version=model.weight_version,
+        numerics=model.numerics,
+        dtype=model.dtype,
+        block_size=model.block_size,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        routing_dtype=model.routing_dtype,
+        top_k=model.top_k,
+        num_experts=model.num_experts,
+        routing_enabled=model.routing_enabled,
+        max_model_len=model.max_model_len,
+    )

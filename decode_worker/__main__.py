@@ -1,0 +1,20 @@
+"""`python -m decode_worker --help`."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from common.config import DecodeSettings
+from common.worker.entry import run_worker
+
+if TYPE_CHECKING:
+    from common.worker.entry import Serve
+
+
+def _load_serve() -> "Serve[DecodeSettings]":
+    from decode_worker.process import serve
+
+    return serve
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(DecodeSettings, "decode_worker", sys.argv[1:], _load_serve))

@@ -1,0 +1,38 @@
+"""Turns what the handoff receiver reports into engine commands and, on failure, into the request's error."""
+
+from common.engine.loop import Engine
+
+from common.engine.request import RequestId
+from common.errors import HandoffError
+from common.sampling import SampledToken
+from decode_worker.outbox import Outbox
+
+
+class Intake:
+    """The receiver's handler. Knows the outbox of every request that waits for a handoff."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._outboxes: dict[RequestId, Outbox] = {}
+        self.num_failed = 0
+
+    def expect(self, request_id: RequestId, outbox: Outbox) -> None:
+        """From now on failures of this request's handoff go to `outbox`."""
+        self._outboxes[request_id] = outbox
+
+    def forget(self, request_id: RequestId) -> None:
+        self._outboxes.pop(request_id, None)
+
+    def on_advanced(self, request_id: RequestId, computed: int) -> None:
+        """KV and rows of positions [0, computed) are in the leased slots."""
+        self._engine.handoff_advanced(request_id, computed)
+
+    def on_complete(self, request_id: RequestId, first_token: SampledToken) -> None:
+        """The whole prompt is in the leased slots."""
+        self._engine.commit_handoff(request_id, first_token)
+
+    def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
+        """The handoff will not be completed; the RPC handler frees the blocks when it sees the error."""
+        self.num_failed += 1
+        if outbox := self._outboxes.get(request_id):
+            outbox.fail(error)

@@ -1,0 +1,74 @@
+"""Assembles and serves one decode worker, or one worker that does both halves."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from common.handoff.receiver import HandoffReceiver
+from common.handoff.zmq_channel import ZmqListener
+
+from common.config import DecodeSettings
+from common.model.config import ModelConfig
+from common.pb import decode_pb2, decode_pb2_grpc, types_pb2
+from common.worker.core import WorkerCore, build_core
+from common.worker.lifecycle import Lifecycle
+from common.worker.metrics import WorkerMetrics
+from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine
+from common.worker.server import WorkerServer
+from decode_worker.intake import Intake
+from decode_worker.service import DecodeService
+
+
+async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> None:
+    """Serves until told to stop; everything it opened is closed when it returns."""
+    core = build_core(settings, path, config)
+    lifecycle = Lifecycle()
+    server = WorkerServer(settings, lifecycle)
+    instance_id = new_instance_id()
+    intake = Intake(core.engine)
+    async with running_engine(core), _receiver(settings, core, intake, instance_id) as receiver:
+        worker_service, metrics = add_worker_service(
+            server,
+            settings,
+            core,
+            lifecycle,
+            role=types_pb2.ROLE_BOTH if receiver is None else types_pb2.ROLE_DECODE,
+            instance_id=instance_id,
+            handoff_endpoint="" if receiver is None else receiver.endpoint,
+            check=list if receiver is None else receiver.check_invariants,
+        )
+        if receiver is not None:
+            _handoff_metrics(metrics, receiver, intake)
+        service = DecodeService(core, receiver, intake, lifecycle, instance_id)
+        decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
+        await server.run([worker_service, decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name])
+
+
+@asynccontextmanager
+async def _receiver(
+    settings: DecodeSettings, core: WorkerCore, intake: Intake, instance_id: str
+) -> AsyncIterator[HandoffReceiver | None]:
+    if settings.role == "both":
+        yield None
+        return
+    endpoint = settings.handoff_endpoint or f"tcp://{settings.host}:0"
+    async with (
+        ZmqListener(endpoint, advertise_host=settings.advertise_address) as listener,
+        HandoffReceiver(
+            listener,
+            core.store,
+            handoff_identity(core, instance_id),
+            timeout_s=settings.handoff_timeout_s,
+            credit_bytes=settings.handoff_credit_bytes,
+            handler=intake,
+        ) as receiver,
+    ):
+        yield receiver
+
+
+def _handoff_metrics(metrics: WorkerMetrics, receiver: HandoffReceiver, intake: Intake) -> None:
+    metrics.counter("handoff_bytes", "Bytes of KV and routing rows received.", lambda: receiver.bytes_received)
+    metrics.counter(
+        "routing_rows_received", "Routing rows received from prefill workers.", lambda: receiver.rows_received
+    )
+    metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: intake.num_failed)

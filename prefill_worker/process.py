@@ -1,0 +1,38 @@
+"""Assembles and serves one prefill worker."""
+
+from pathlib import Path
+
+from common.handoff.sender import HandoffSender
+from common.handoff.zmq_channel import ZmqConnector
+
+from common.config import PrefillSettings
+from common.model.config import ModelConfig
+from common.pb import prefill_pb2, prefill_pb2_grpc, types_pb2
+from common.worker.core import build_core
+from common.worker.lifecycle import Lifecycle
+from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine
+from common.worker.server import WorkerServer
+from prefill_worker.service import PrefillService
+
+
+async def serve(settings: PrefillSettings, path: Path, config: ModelConfig) -> None:
+    """Serves until told to stop; everything it opened is closed when it returns."""
+    core = build_core(settings, path, config)
+    lifecycle = Lifecycle()
+    server = WorkerServer(settings, lifecycle)
+    instance_id = new_instance_id()
+    async with (
+        running_engine(core),
+        ZmqConnector() as connector,
+        HandoffSender(
+            connector, core.store, handoff_identity(core, instance_id), timeout_s=settings.handoff_timeout_s
+        ) as sender,
+    ):
+        worker_service, metrics = add_worker_service(
+            server, settings, core, lifecycle, role=types_pb2.ROLE_PREFILL, instance_id=instance_id
+        )
+        metrics.counter("handoff_bytes", "Bytes of KV and routing rows shipped.", lambda: sender.bytes_sent)
+        metrics.counter("routing_rows_shipped", "Routing rows shipped to decode workers.", lambda: sender.rows_sent)
+        metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: sender.num_failed)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(core, sender, lifecycle), server.grpc)
+        await server.run([worker_service, prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name])

@@ -1,0 +1,119 @@
+"""The Prefill gRPC service: computes a prompt and pushes it to a decode worker while it computes."""
+
+import asyncio
+import time
+
+import grpc
+import structlog
+from common.handoff.sender import HandoffSender, LeaseRef, Transfer
+
+from common.engine.request import EngineEvent, EngineRequest, Failed, PromptAdvanced, RequestId, Work
+from common.errors import UnavailableError, WorkerLostError
+from common.messages import sampling_from_pb
+from common.pb import prefill_pb2, prefill_pb2_grpc
+from common.sampling import SampledToken
+from common.worker.core import WorkerCore
+from common.worker.lifecycle import Lifecycle
+
+log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillReply]
+
+
+class Prompts:
+    """One request's PromptAdvanced events in order; the latest says all, so nothing piles up behind a slow transfer."""
+
+    def __init__(self) -> None:
+        self._ready = asyncio.Event()
+        self._latest: PromptAdvanced | None = None
+        self._error: Exception | None = None
+
+    def put(self, event: EngineEvent) -> None:
+        match event:
+            case PromptAdvanced():
+                self._latest = event
+            case Failed(error=error):
+                self._error = error
+            case _:
+                # The engine ends an aborted prefill with an event that says so.
+                self._error = WorkerLostError("the prefill was aborted")
+        self._ready.set()
+
+    async def next(self) -> PromptAdvanced:
+        """The newest progress not seen yet. Raises the request's error if it failed."""
+        await self._ready.wait()
+        self._ready.clear()
+        if self._error is not None:
+            raise self._error
+        assert self._latest is not None
+        return self._latest
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """One call per choice; whatever ends the call frees the request's blocks and ends the transfer."""
+
+    def __init__(self, core: WorkerCore, sender: HandoffSender, lifecycle: Lifecycle) -> None:
+        self._core = core
+        self._sender = sender
+        self._lifecycle = lifecycle
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
+        engine_request = self._engine_request(request)
+        prompts = Prompts()
+        with (
+            self._lifecycle.serving(),
+            self._core.bridge.subscribed(engine_request.request_id, prompts),
+            structlog.contextvars.bound_contextvars(request_id=engine_request.request_id),
+        ):
+            try:
+                return await self._hand_over(engine_request, request.lease, prompts)
+            finally:
+                self._core.engine.cancel(engine_request.request_id)
+
+    def _engine_request(self, request: prefill_pb2.PrefillRequest) -> EngineRequest:
+        if request.routing.enabled and not self._core.description.routing_enabled:
+            raise UnavailableError("routing was asked for, but this worker runs with it switched off")
+        return EngineRequest(
+            request_id=RequestId(request.request_id),
+            prompt=tuple(request.token_ids),
+            sampling=sampling_from_pb(request.sampling),
+            routing_start=request.routing.start if request.routing.enabled else None,
+            work=Work.PREFILL,
+        )
+
+    async def _hand_over(
+        self, request: EngineRequest, lease: prefill_pb2.Lease, prompts: Prompts
+    ) -> prefill_pb2.PrefillReply:
+        arrived = time.monotonic()
+        async with self._sender.transfer(_lease_ref(lease), routing=request.routing_start is not None) as transfer:
+            self._core.engine.submit(request)
+            first_token = await self._push(transfer, prompts, lease.num_cached_tokens)
+            computed = time.monotonic()
+            await transfer.finish(first_token)
+        return prefill_pb2.PrefillReply(
+            num_computed_tokens=len(request.prompt),
+            num_bytes_sent=transfer.bytes_sent,
+            compute_s=computed - arrived,
+            handoff_tail_s=time.monotonic() - computed,
+        )
+
+    async def _push(self, transfer: Transfer, prompts: Prompts, sent: int) -> SampledToken:
+        """Ships positions [sent, p) as they are computed; returns the first token."""
+        while True:
+            advanced = await prompts.next()
+            if advanced.computed > sent:
+                await transfer.send_range(advanced.blocks, sent, advanced.computed)
+                sent = advanced.computed
+            if advanced.first_token is not None:
+                return advanced.first_token
+
+
+def _lease_ref(lease: prefill_pb2.Lease) -> LeaseRef:
+    return LeaseRef(
+        transfer_id=lease.transfer_id,
+        generation=lease.generation,
+        endpoint=lease.endpoint,
+        num_cached_tokens=lease.num_cached_tokens,
+        timeout_s=lease.timeout_s,
+        instance_id=lease.instance_id,
+    )
