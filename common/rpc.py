@@ -70,7 +70,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _guard(behavior: Any) -> Any:
-    """Wraps a coroutine handler. Streaming handlers write to the context too, so that cancelling unwinds them at once."""
+    """Wraps a coroutine handler; streaming ones write to the context too, so that cancelling unwinds them at once."""
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:

@@ -68,7 +68,5 @@ async def _receiver(
 
 def _handoff_metrics(metrics: WorkerMetrics, receiver: HandoffReceiver, intake: Intake) -> None:
     metrics.counter("handoff_bytes", "Bytes of KV and routing rows received.", lambda: receiver.bytes_received)
-    metrics.counter(
-        "routing_rows_received", "Routing rows received from prefill workers.", lambda: receiver.rows_received
-    )
+    metrics.counter("routing_rows_received", "Routing rows received.", lambda: receiver.rows_received)
     metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: intake.num_failed)

@@ -18,8 +18,11 @@ def generate(out: Path) -> None:
     sources = sorted(str(path) for path in (ROOT / "proto").glob("*.proto"))
     well_known = resources.files("grpc_tools") / "_proto"
     plugins = [f"--{name}_out={out}" for name in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    arguments = ["protoc", f"-I{PACKAGE}={ROOT / 'proto'}", f"-I{well_known}", "--mypy_opt=quiet", *plugins]
-    if protoc.main([*arguments, *sources]) != 0:
+    # The interpreter's own folder: the plugins are not on PATH unless the virtual environment is activated.
+    scripts = Path(sys.executable).parent
+    plugins += [f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")]
+    arguments = ["protoc", f"-I{PACKAGE}={ROOT / 'proto'}", f"-I{well_known}", *plugins]
+    if protoc.main([*arguments, "--mypy_opt=quiet", "--mypy_grpc_opt=quiet", *sources]) != 0:
         raise SystemExit("protoc failed")
 
 

@@ -105,7 +105,6 @@ class PrefillReply(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
-    QUEUE_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     HANDOFF_TAIL_S_FIELD_NUMBER: _builtins.int
     num_computed_tokens: _builtins.int
@@ -114,10 +113,8 @@ class PrefillReply(_message.Message):
     """Prompt tokens found in this worker's prefix cache."""
     num_bytes_sent: _builtins.int
     """Bytes of KV and routing rows sent."""
-    queue_s: _builtins.float
-    """Seconds from arrival to the first chunk's start."""
     compute_s: _builtins.float
-    """Seconds from the first chunk's start to the first token."""
+    """Seconds from the request's arrival to its first token: waiting for blocks and computing."""
     handoff_tail_s: _builtins.float
     """Seconds from the first token to the decode worker's acknowledgement."""
     def __init__(
@@ -126,13 +123,12 @@ class PrefillReply(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_bytes_sent: _builtins.int = ...,
-        queue_s: _builtins.float = ...,
         compute_s: _builtins.float = ...,
         handoff_tail_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "handoff_tail_s", b"handoff_tail_s", "num_bytes_sent", b"num_bytes_sent", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "handoff_tail_s", b"handoff_tail_s", "num_bytes_sent", b"num_bytes_sent", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.config import WorkerSettings, is_loopback
@@ -20,6 +19,8 @@ from common.rpc import ErrorInterceptor, channel_options
 from common.worker.lifecycle import Lifecycle
 
 log = structlog.get_logger()
+
+HealthStatus = health_pb2.HealthCheckResponse.ServingStatus.ValueType
 
 #: After draining (or at once on a second signal) calls that are still live get this long to unwind.
 STOP_GRACE_S = 1.0
@@ -31,7 +32,7 @@ class WorkerServer:
     def __init__(self, settings: WorkerSettings, lifecycle: Lifecycle) -> None:
         self._settings = settings
         self._lifecycle = lifecycle
-        self._health = health_aio.HealthServicer()
+        self._health = health.aio.HealthServicer()
         self.grpc = grpc.aio.server(
             interceptors=[ErrorInterceptor()], options=channel_options(settings.max_message_bytes)
         )
