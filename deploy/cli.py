@@ -1,0 +1,57 @@
+"""The console script `moerelay`: finds the command and turns errors into one line and an exit code.
+
+Each command lives in its own module with `main(argv) -> exit code`, imported only when it is asked for.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from common.errors import STARTUP_EXIT_CODE, ConfigError, MoerelayError, StartupError
+
+#: Command → module and what it does.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "up": ("deploy.up", "start a cluster on this machine"),
+    "generate": ("deploy.generate", "stream one completion and show its routing"),
+    "verify": ("deploy.verify", "check a running cluster bytewise against solo runs"),
+    "make-model": ("deploy.make_model", "write a seeded random checkpoint"),
+    "version": ("deploy.version", "print the version"),
+}
+
+_FAILURE_EXIT_CODE = 1
+#: What a shell reports for a program that SIGINT ended.
+_INTERRUPTED_EXIT_CODE = 130
+
+_RED, _RESET = "\x1b[31m", "\x1b[0m"
+
+
+def usage() -> str:
+    lines = [f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(["usage: moerelay COMMAND [--help] …", "", *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Errors are one line on stderr: code 2 before anything ran, else 1."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except MoerelayError as error:
+        red, reset = (_RED, _RESET) if sys.stderr.isatty() else ("", "")
+        print(f"moerelay: {red}error{reset}: {' '.join(error.message.split())}", file=sys.stderr)
+        return STARTUP_EXIT_CODE if isinstance(error, StartupError) else _FAILURE_EXIT_CODE
+    except KeyboardInterrupt:
+        return _INTERRUPTED_EXIT_CODE
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else STARTUP_EXIT_CODE
+    name = "version" if argv[0] == "--version" else argv[0]
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no command {name!r}; choose from {', '.join(COMMANDS)}")
+    module, _ = COMMANDS[name]
+    return int(import_module(module).main(argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

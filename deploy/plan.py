@@ -1,0 +1,108 @@
+"""Which processes make up a local cluster, and with which flags: UpSettings in, process specs out."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings
+from deploy.processes import ProcessSpec
+
+#: A unix socket's path has 108 bytes on Linux and 104 on macOS, its closing zero included.
+_MAX_SOCKET_PATH_BYTES = 103
+
+#: Settings of `up` that name something else in the services.
+_PREFILL_OWN = {"host", "port", "log_format", "num_threads"}
+_ROUTER_OWN = {"prefill", "decode", "log_format"}
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """Which module each kind of process runs."""
+
+    prefill: str = "prefill_worker"
+    decode: str = "decode_worker"
+    router: str = "router"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """`directory` is private to one run: ready files and handoff sockets lie there."""
+
+    settings: UpSettings
+    directory: Path
+    modules: Modules = Modules()
+    text_logs: bool = False
+
+    def ready_file(self, name: str) -> Path:
+        """Where the process of that name says that it serves."""
+        return self.directory / f"{name}.ready"
+
+    def prefill_workers(self) -> list[ProcessSpec]:
+        """None in aggregated mode, where each decode worker prefills for itself."""
+        if self.settings.mode == "aggregated":
+            return []
+        return [self._worker(f"prefill-{i}", self.modules.prefill, []) for i in range(self.settings.prefill)]
+
+    def decode_workers(self) -> list[ProcessSpec]:
+        role = "both" if self.settings.mode == "aggregated" else "decode"
+        specs = []
+        for i in range(self.settings.decode):
+            flags = [f"--role={role}"]
+            socket = self.directory / f"handoff-{i}"
+            if role == "decode" and len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES:
+                flags.append(f"--handoff-endpoint=ipc://{socket}")
+            specs.append(self._worker(f"decode-{i}", self.modules.decode, flags))
+        return specs
+
+    def router(self, prefill: list[str], decode: list[str]) -> ProcessSpec:
+        """`prefill` and `decode` are the addresses that the workers reported."""
+        flags = [
+            *shared_flags(self.settings, RouterSettings, _ROUTER_OWN),
+            self._log_format(),
+            f"--ready-file={self.ready_file('router')}",
+            *(f"--prefill={address}" for address in prefill),
+            *(f"--decode={address}" for address in decode),
+        ]
+        return ProcessSpec("router", self.modules.router, tuple(flags))
+
+    @property
+    def num_workers(self) -> int:
+        return self.settings.decode + (0 if self.settings.mode == "aggregated" else self.settings.prefill)
+
+    def _worker(self, name: str, module: str, extra: list[str]) -> ProcessSpec:
+        cls = PrefillSettings if name.startswith("prefill") else DecodeSettings
+        flags = [
+            *shared_flags(self.settings, cls, _PREFILL_OWN),
+            self._log_format(),
+            f"--num-threads={self.settings.num_threads or max(1, num_cores() // self.num_workers)}",
+            f"--worker-id={name}",
+            f"--ready-file={self.ready_file(name)}",
+            "--port=0",
+        ]
+        return ProcessSpec(name, module, (*flags, *extra))
+
+    def _log_format(self) -> str:
+        """Children write into a pipe, so "auto" is decided here."""
+        chosen = self.settings.log_format
+        return f"--log-format={('text' if self.text_logs else 'json') if chosen == 'auto' else chosen}"
+
+
+def shared_flags(settings: UpSettings, cls: type[LogSettings], own: set[str]) -> list[str]:
+    """Flags for every setting that `up` and the service have in common, those in `own` excepted."""
+    names = [name for name in cls.model_fields if name in type(settings).model_fields and name not in own]
+    return [flag for name in names for flag in _flag(name, getattr(settings, name))]
+
+
+def _flag(name: str, value: object) -> list[str]:
+    dashed = name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{dashed}" if value else f"--no-{dashed}"]
+    return [f"--{dashed}={value}"]
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else (os.cpu_count() or 1)

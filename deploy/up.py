@@ -1,0 +1,137 @@
+"""`moerelay up`: a whole cluster on this machine, from checkpoint to `moerelay ready URL`, and down again."""
+
+import asyncio
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from common.config import UpSettings, load_settings
+from common.errors import STARTUP_EXIT_CODE, StartupError, WorkerLostError
+from deploy.plan import ClusterPlan
+from deploy.processes import Child, ProcessGroup, ProcessSpec, StopRequests, race
+from deploy.ready import read_ready_file, wait_until_ready
+
+#: What a process gets on top of --drain-timeout-s to close its sockets before it is killed.
+EXIT_GRACE_S = 5.0
+#: Exit code when a second signal cut the drain short.
+_FORCED_EXIT_CODE = 1
+
+
+class LocalCluster:
+    """One run of a plan; `group` owns the processes and must outlive it."""
+
+    def __init__(self, plan: ClusterPlan, group: ProcessGroup, stdout: TextIO, exit_grace_s: float = EXIT_GRACE_S) -> None:
+        self._plan = plan
+        self._group = group
+        self._stdout = stdout
+        self._exit_grace_s = exit_grace_s
+        self._workers: list[Child] = []
+        self._routers: list[Child] = []
+        self._is_ready = False
+
+    async def run(self, stop: StopRequests) -> int:
+        """Starts everything, serves until asked to stop, drains; returns the exit code.
+
+        Raises:
+            StartupError: a process did not start, or not in time.
+            WorkerLostError: a process ended while it should have served, or did not end when asked to.
+        """
+        try:
+            await race(self._fail_on_exit(), self._serve(), stop.first())
+        except (StartupError, WorkerLostError):
+            await race(self._stop_all(self._exit_grace_s), stop.first())
+            raise
+        drain_s = self._plan.settings.drain_timeout_s + self._exit_grace_s
+        return await race(self._drain(drain_s), self._force(stop))
+
+    async def _serve(self) -> None:
+        timeout_s = self._plan.settings.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                url = await self._start()
+        except TimeoutError:
+            raise StartupError(f"the cluster was not ready after {timeout_s:g} s (--start-timeout-s)") from None
+        self._is_ready = True
+        print(f"moerelay ready {url}", file=self._stdout, flush=True)
+        await asyncio.Event().wait()  # until another contender of the race ends
+
+    async def _start(self) -> str:
+        """Workers, then the router in front of them; returns the URL once /ready says so."""
+        prefill, decode = self._plan.prefill_workers(), self._plan.decode_workers()
+        for spec in [*prefill, *decode]:
+            self._workers.append(await self._group.start(spec))
+        router = self._plan.router(await self._addresses(prefill), await self._addresses(decode))
+        self._routers.append(await self._group.start(router))
+        [address] = await self._addresses([router])
+        port = address.rpartition(":")[2]
+        await wait_until_ready(f"http://{address}/ready")
+        return f"http://{_url_host(self._plan.settings.host)}:{port}"
+
+    async def _addresses(self, specs: Sequence[ProcessSpec]) -> list[str]:
+        return [await read_ready_file(self._plan.ready_file(spec.name)) for spec in specs]
+
+    async def _fail_on_exit(self) -> None:
+        raise self._failure(await self._group.first_exit())
+
+    def _failure(self, child: Child) -> StartupError | WorkerLostError:
+        verb = "died" if self._is_ready else "did not start"
+        reason = f": {child.last_line}" if child.last_line else ""
+        sentence = f"{child.name} {verb} ({describe_exit(child.exit_code)}){reason}"
+        if child.exit_code == STARTUP_EXIT_CODE and not self._is_ready:
+            return StartupError(sentence)
+        return WorkerLostError(sentence)
+
+    async def _drain(self, grace_s: float) -> int:
+        """The router first, so that its live requests still have their workers."""
+        late = await self._group.stop(self._routers, grace_s)
+        late += await self._group.stop(self._workers, grace_s)
+        if late:
+            names = ", ".join(child.name for child in late)
+            raise WorkerLostError(f"killed {names}: still running {grace_s:g} s after SIGTERM")
+        return 0
+
+    async def _stop_all(self, grace_s: float) -> None:
+        await self._group.stop([*self._routers, *self._workers], grace_s)
+
+    async def _force(self, stop: StopRequests) -> int:
+        await stop.second()
+        self._group.kill()
+        return _FORCED_EXIT_CODE
+
+
+def describe_exit(code: int | None) -> str:
+    """'exit code 3' or 'killed by SIGKILL'."""
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+async def launch(settings: UpSettings) -> int:
+    """Runs the cluster that `settings` describe, in a private directory, until a signal comes."""
+    with tempfile.TemporaryDirectory(prefix="moerelay-") as directory:
+        plan = ClusterPlan(settings, Path(directory), text_logs=sys.stderr.isatty())
+        stop = StopRequests()
+        stop.listen()
+        async with ProcessGroup() as group:
+            return await LocalCluster(plan, group, sys.stdout).run(stop)
+
+
+def check_model(model: str) -> None:
+    """Refuses what the workers would refuse, before any of them starts. Raises CheckpointError."""
+    from common.model.families import parse_config
+    from common.model.hub import resolve_model
+
+    parse_config(resolve_model(model))
+
+
+def main(argv: Sequence[str]) -> int:
+    settings = load_settings(UpSettings, argv, prog="moerelay up")
+    check_model(settings.model)
+    return asyncio.run(launch(settings))

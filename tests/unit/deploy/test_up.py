@@ -1,0 +1,162 @@
+"""The launcher, with stand-ins for the services: what it starts, says, and leaves behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import StartupError, WorkerLostError
+from deploy.processes import clean_environment
+from tests.unit.deploy.conftest import REPOSITORY, StartCluster, is_alive
+
+WORKERS = ("prefill-0", "prefill-1", "decode-0")
+
+
+async def test_ready_line_is_the_only_output_and_a_stop_drains_router_before_workers(
+    start_cluster: StartCluster,
+) -> None:
+    async with start_cluster(prefill=2) as cluster:
+        await cluster.ready()
+        cluster.stop.request()
+        assert await cluster.exit_code == 0
+    assert re.fullmatch(r"moerelay ready http://127\.0\.0\.1:[1-9]\d*\n", cluster.stdout.getvalue())
+    assert cluster.events("stopping")[0] == "router"
+    assert sorted(cluster.events("stopping")) == sorted(["router", *WORKERS])
+
+
+async def test_settings_reach_the_services_as_flags(
+    start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Children would take it for the router's list of addresses, and fail.
+    monkeypatch.setenv("MOERELAY_PREFILL", "1")
+    settings = {"kv_cache_memory": "2MiB", "enable_return_routed_experts": False, "num_threads": 3, "dtype": "bfloat16"}
+    async with start_cluster(**settings, served_model_name="tiny model", stream_routed_experts="final") as cluster:
+        await cluster.ready()
+        decode, router = cluster.settings_of("decode-0"), cluster.settings_of("router")
+    assert decode["kv_cache_memory"] == 2 * 2**20
+    assert (decode["num_threads"], decode["dtype"], decode["role"]) == (3, "bfloat16", "decode")
+    assert decode["enable_return_routed_experts"] is router["enable_return_routed_experts"] is False
+    assert decode["handoff_endpoint"].startswith("ipc://")
+    assert (router["served_model_name"], router["stream_routed_experts"]) == ("tiny model", "final")
+    assert len(router["prefill"]) == len(router["decode"]) == 1
+
+
+async def test_aggregated_mode_has_no_prefill_workers(start_cluster: StartCluster) -> None:
+    async with start_cluster(mode="aggregated", decode=2) as cluster:
+        await cluster.ready()
+        assert sorted(cluster.pids()) == ["decode-0", "decode-1", "router"]
+        assert cluster.settings_of("decode-1")["role"] == "both"
+        assert cluster.settings_of("router")["prefill"] == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "sentence"),
+    [
+        ("refuse", StartupError, "decode-0 did not start (exit code 2): decode-0: error: this model is not supported"),
+        ("crash", WorkerLostError, "decode-0 did not start (exit code 3): ValueError: a bug"),
+    ],
+)
+async def test_process_that_does_not_start_is_named_with_its_last_line(
+    start_cluster: StartCluster, fault: str, error: type[Exception], sentence: str
+) -> None:
+    async with start_cluster(faults={"decode-0": fault}) as cluster:
+        with pytest.raises(error) as caught:
+            await cluster.exit_code
+    assert str(caught.value) == sentence
+    assert cluster.stdout.getvalue() == ""
+    assert not any(is_alive(pid) for pid in cluster.pids().values())
+
+
+async def test_process_that_is_never_ready_runs_into_the_start_timeout(start_cluster: StartCluster) -> None:
+    async with start_cluster(faults={"prefill-0": "mute"}, start_timeout_s=1.5) as cluster:
+        with pytest.raises(StartupError, match=r"not ready after 1\.5 s"):
+            await cluster.exit_code
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0", "router"])
+async def test_process_that_dies_later_takes_the_cluster_down(start_cluster: StartCluster, name: str) -> None:
+    async with start_cluster() as cluster:
+        await cluster.ready()
+        os.kill(cluster.pids()[name], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match=rf"{name} died \(killed by SIGKILL\): {name} logs"):
+            await cluster.exit_code
+        assert not any(is_alive(pid) for pid in cluster.pids().values())
+
+
+async def test_second_request_to_stop_forces(start_cluster: StartCluster) -> None:
+    async with start_cluster(faults={"router": "deaf"}) as cluster:
+        await cluster.ready()
+        cluster.stop.request()
+        cluster.stop.request()
+        assert await cluster.exit_code == 1
+    assert not any(is_alive(pid) for pid in cluster.pids().values())
+
+
+async def test_stop_while_starting_ends_cleanly(start_cluster: StartCluster) -> None:
+    async with start_cluster(faults={"prefill-0": "mute"}) as cluster:
+        cluster.stop.request()
+        assert await cluster.exit_code == 0
+    assert cluster.stdout.getvalue() == ""
+
+
+async def test_process_that_ignores_sigterm_is_killed_and_named(start_cluster: StartCluster) -> None:
+    async with start_cluster(faults={"decode-0": "deaf"}, drain_timeout_s=0.1) as cluster:
+        await cluster.ready()
+        cluster.stop.request()
+        with pytest.raises(WorkerLostError, match=r"killed decode-0: still running"):
+            await cluster.exit_code
+
+
+LAUNCHER = """
+import asyncio, sys
+from deploy import up
+from deploy.plan import ClusterPlan
+from tests.unit.deploy.conftest import FAKES
+up.ClusterPlan = lambda settings, directory, text_logs: ClusterPlan(settings, directory, FAKES, text_logs)
+from common.config import UpSettings
+sys.exit(asyncio.run(up.launch(UpSettings(model="m", port=0))))
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "FAKE_JOURNAL": str(tmp_path / "journal")}
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_drain_and_stderr_of_children_passes_through(
+    launcher: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    assert launcher.stdout is not None
+    with launcher:
+        ready = launcher.stdout.readline()
+        launcher.send_signal(number)
+        rest, stderr = launcher.communicate(timeout=20)
+    assert ready.startswith("moerelay ready http://")
+    assert (launcher.returncode, rest) == (0, "")
+    for name in ("prefill-0", "decode-0", "router"):
+        assert f"{name} logs" in stderr
+        assert f"{name} prints on stdout" in stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a parent that was killed")
+def test_killed_launcher_leaves_no_process(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert launcher.stdout is not None
+    with launcher:
+        launcher.stdout.readline()
+        launcher.kill()
+        # Every child holds the write ends of both pipes, so end of file means that all of them are gone.
+        launcher.communicate(timeout=20)
+    started = [line.split() for line in (tmp_path / "journal").read_text().splitlines() if " started " in line]
+    assert sorted(name for name, _, _ in started) == ["decode-0", "prefill-0", "router"]
+
+
+def test_children_do_not_see_our_variables() -> None:
+    assert clean_environment({"MOERELAY_PORT": "1", "moerelay_host": "h", "PATH": "p"}) == {"PATH": "p"}
