@@ -55,6 +55,7 @@ class KVStore:
     ) -> None:
         self.layout = layout
         self.routing = routing
+        self.num_blocks = num_blocks
         self.poison = poison
         num_slots = num_blocks * layout.block_size
         # [L, 2, S, G, D]; index 0 of the second axis is K, 1 is V.

@@ -1,0 +1,124 @@
+"""Who may come in. The only engine state that two threads share, hence the lock."""
+
+import threading
+
+from common.engine.limits import EngineLimits
+from common.engine.request import EngineRequest, RequestId
+from common.errors import DuplicateRequestError, InvalidRequestError, OverloadedError, UnavailableError
+
+
+class Admission:
+    """Live request ids, and how many of them still wait.
+
+    Callers enter requests on their own thread and so learn of a refusal at once; the engine thread reports when a
+    request got its seat and when it ended.
+    """
+
+    def __init__(self, limits: EngineLimits, *, num_usable_blocks: int, block_size: int) -> None:
+        self._limits = limits
+        self._num_usable_blocks = num_usable_blocks
+        self._block_size = block_size
+        self._lock = threading.Lock()
+        self._live: set[RequestId] = set()
+        self._waiting: set[RequestId] = set()
+        self._ending: set[RequestId] = set()
+        self._closed = False
+
+    def enter(self, request: EngineRequest) -> None:
+        """Makes the request live and waiting.
+
+        Raises:
+            InvalidRequestError: it can never be served here.
+            UnavailableError: the engine stopped.
+            DuplicateRequestError: its id is live.
+            OverloadedError: too many requests wait.
+        """
+        self._check_fields(request)
+        self._check_fits(request)
+        with self._lock:
+            if self._closed:
+                raise UnavailableError("the engine has stopped; send the request to another worker")
+            if request.request_id in self._live:
+                raise DuplicateRequestError(
+                    f"request id {request.request_id!r} is in use by a live request; choose another",
+                    param="request_id",
+                )
+            if len(self._waiting) >= self._limits.max_waiting:
+                raise OverloadedError(f"{len(self._waiting)} requests wait already; retry later")
+            self._live.add(request.request_id)
+            self._waiting.add(request.request_id)
+
+    def seat(self, request_id: RequestId) -> None:
+        """The request waits no longer."""
+        with self._lock:
+            self._waiting.discard(request_id)
+
+    def leave(self, request_id: RequestId) -> None:
+        """The request ended; its id may be used again."""
+        with self._lock:
+            self._forget(request_id)
+
+    def try_begin_end(self, request_id: RequestId) -> bool:
+        """True for the first wish to end a live request: repeated wishes need not reach the engine."""
+        with self._lock:
+            if request_id not in self._live or request_id in self._ending:
+                return False
+            self._ending.add(request_id)
+            return True
+
+    def is_live(self, request_id: RequestId) -> bool:
+        with self._lock:
+            return request_id in self._live
+
+    def close(self) -> list[RequestId]:
+        """Lets nobody in any more; returns, and forgets, the ids that were live."""
+        with self._lock:
+            self._closed = True
+            orphans = sorted(self._live)
+            for request_id in orphans:
+                self._forget(request_id)
+            return orphans
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._live.discard(request_id)
+        self._waiting.discard(request_id)
+        self._ending.discard(request_id)
+
+    def _check_fields(self, request: EngineRequest) -> None:
+        """The router has checked these; a peer that skips the router must not reach an index with them."""
+        if not request.prompt:
+            raise InvalidRequestError("the prompt is empty; send at least one token id", param="token_ids")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._limits.vocab_size:
+            raise InvalidRequestError(
+                f"a prompt token id is outside the vocabulary [0, {self._limits.vocab_size})", param="token_ids"
+            )
+        if request.sampling.max_tokens < 1:
+            raise InvalidRequestError(
+                f"max_tokens must be at least 1, got {request.sampling.max_tokens}", param="max_tokens"
+            )
+        if any(not 0 <= i < self._limits.vocab_size for i in request.sampling.logit_bias):
+            raise InvalidRequestError(
+                f"a logit_bias key is outside the vocabulary [0, {self._limits.vocab_size})", param="logit_bias"
+            )
+        start = request.routing_start
+        if start is not None and not 0 <= start <= len(request.prompt):
+            raise InvalidRequestError(
+                f"routed_experts_prompt_start must be in [0, {len(request.prompt)}], got {start}",
+                param="routed_experts_prompt_start",
+            )
+
+    def _check_fits(self, request: EngineRequest) -> None:
+        num_prompt, max_tokens = len(request.prompt), request.sampling.max_tokens
+        if num_prompt + max_tokens > self._limits.max_model_len:
+            raise InvalidRequestError(
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} exceed the context of "
+                f"{self._limits.max_model_len} tokens; shorten one of them",
+                param="max_tokens",
+            )
+        num_blocks = -(-request.num_slots // self._block_size)
+        if num_blocks > self._num_usable_blocks:
+            raise InvalidRequestError(
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} need {num_blocks} KV blocks, but this worker "
+                f"has {self._num_usable_blocks}; shorten one of them or give the worker a larger KV cache",
+                param="max_tokens",
+            )

@@ -1,0 +1,27 @@
+"""Fixed bounds of one engine."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Read from the settings and the checkpoint once; every field is at least 1."""
+
+    #: Tokens per step, over all sequences: the largest prefill chunk.
+    max_num_batched_tokens: int
+    #: Sequences in the running batch.
+    max_num_seqs: int
+    #: Requests that may wait for blocks or a seat.
+    max_waiting: int
+    #: Prompt and generated tokens together.
+    max_model_len: int
+    vocab_size: int
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that may run at once.
+
+        Never more than the token budget: then every decoding sequence gets its token in every step, and a prefilling
+        one (which has a seat too) always finds at least one token of budget left. Nothing starves.
+        """
+        return min(self.max_num_seqs, self.max_num_batched_tokens)

@@ -1,0 +1,187 @@
+"""The engine's thread: commands in, events out, one step after the other."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from common.engine.admission import Admission
+from common.engine.core import EngineCore, EngineStats
+from common.engine.limits import EngineLimits
+from common.engine.request import EngineEvent, EngineLoad, EngineRequest, Failed, RequestId
+from common.errors import UnavailableError
+from common.kv.pool import BlockPool
+from common.kv.store import KVStore
+from common.model.batch import Runner
+from common.sampling import SampledToken
+
+#: Event batches that may be on their way to the consumer. Two would keep the engine busy while one is being read;
+#: a few more ride out a late wake-up of the consumer's thread.
+MAX_OUTSTANDING_BATCHES = 8
+
+#: Longer than any step on the slowest supported machine.
+CHECK_TIMEOUT_S = 30.0
+
+
+class Engine:
+    """One thread that owns scheduler, block pool and runner. All public methods may be called by any thread.
+
+    Commands take effect between two steps, in order. The command queue is bounded by what it holds: at most
+    `max_waiting` requests that wait plus the running ones, and for each one end and the frames of one handoff.
+
+    `on_events` is called on the engine thread with everything that one step brought; it must return at once, and its
+    consumer calls `events_delivered` once per batch. When MAX_OUTSTANDING_BATCHES are unacknowledged the engine waits:
+    a slow consumer costs speed, never memory. Events of a request may arrive before `submit` has returned, and a last
+    one after `cancel` has.
+
+    Whoever still reads or writes a request's blocks for a handoff stops before it calls `release`, `abort` or
+    `cancel`: the blocks are given to others at once.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        store: KVStore,
+        pool: BlockPool,
+        limits: EngineLimits,
+        eos_token_ids: frozenset[int],
+        on_events: Callable[[list[EngineEvent]], None],
+    ) -> None:
+        self._admission = Admission(
+            limits, num_usable_blocks=pool.num_usable_blocks, block_size=store.layout.block_size
+        )
+        self._core = EngineCore(runner, store, pool, limits, eos_token_ids, self._admission)
+        self._on_events = on_events
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._credit = threading.Semaphore(MAX_OUTSTANDING_BATCHES)
+        self._stopping = threading.Event()
+        self._load = self._core.load()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- life
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Lets the running step end, fails every live request with UnavailableError, and joins. Idempotent."""
+        self._stopping.set()
+        self._credit.release()
+        self._commands.put(_nothing)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """The thread runs. False after `stop`, and after a fault that ended it."""
+        return self._thread.is_alive()
+
+    # --- requests
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queues a request. A refusal is raised here and causes no event.
+
+        Raises:
+            InvalidRequestError: it can never be served by this engine.
+            DuplicateRequestError: its id is live.
+            OverloadedError: `max_waiting` requests wait.
+            UnavailableError: the engine has stopped.
+        """
+        self._admission.enter(request)
+        self._commands.put(partial(self._core.add, request))
+
+    def handoff_advanced(self, request_id: RequestId, computed: int) -> None:
+        """Work.DECODE: KV and rows of positions [0, computed) are in the leased slots; their rows become an event."""
+        self._command(request_id, partial(self._core.advance_handoff, request_id, computed))
+
+    def commit_handoff(self, request_id: RequestId, first_token: SampledToken) -> None:
+        """Work.DECODE: the whole prompt is in the leased slots. No step runs if `first_token` ends the request."""
+        self._command(request_id, partial(self._core.commit_handoff, request_id, first_token))
+
+    def release(self, request_id: RequestId) -> None:
+        """Work.PREFILL: the handoff is over; frees the blocks without an event."""
+        self.cancel(request_id)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Ends the request, in any phase, with an event of finish reason ABORT that has no tokens and no rows."""
+        if self._admission.try_begin_end(request_id):
+            self._commands.put(partial(self._core.abort, request_id))
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Ends the request, in any phase, without an event. Idempotent; unknown ids are ignored."""
+        if self._admission.try_begin_end(request_id):
+            self._commands.put(partial(self._core.cancel, request_id))
+
+    def _command(self, request_id: RequestId, command: Callable[[], None]) -> None:
+        if self._admission.is_live(request_id):
+            self._commands.put(command)
+
+    def events_delivered(self) -> None:
+        """The consumer has read one batch of events."""
+        self._credit.release()
+
+    # --- observation
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._core.stats
+
+    def load(self) -> EngineLoad:
+        """Live counts, at most one step old."""
+        return self._load
+
+    def check_invariants(self) -> list[str]:
+        """Violations, one sentence each, found on the engine thread between two steps.
+
+        Blocks for up to CHECK_TIMEOUT_S: an event loop calls it in a worker thread.
+        """
+        if not self.alive:
+            return ["the engine thread is not running"]
+        found: Future[list[str]] = Future()
+        self._commands.put(lambda: found.set_result(self._core.check_invariants()))
+        try:
+            return found.result(CHECK_TIMEOUT_S)
+        except TimeoutError:
+            return [f"the engine thread did not answer within {CHECK_TIMEOUT_S:g} s"]
+
+    # --- the thread
+
+    def _run(self) -> None:
+        idle = False
+        try:
+            while not self._stopping.is_set():
+                self._take_commands(wait=idle)
+                idle = not self._core.step()
+                self._load = self._core.load()
+                self._emit(self._core.take_events())
+        finally:
+            self._abandon()
+
+    def _take_commands(self, *, wait: bool) -> None:
+        """Runs the commands that have come; with `wait` at least one, because without one nothing can move."""
+        try:
+            while True:
+                self._commands.get(block=wait)()
+                wait = False
+        except queue.Empty:
+            return
+
+    def _emit(self, events: list[EngineEvent]) -> None:
+        if events:
+            self._credit.acquire()
+            self._on_events(events)
+
+    def _abandon(self) -> None:
+        """Tells every live request that the engine is gone, also those whose `submit` was not read any more."""
+        error = UnavailableError("the engine stopped before the request ended; send it to another worker")
+        orphans = self._admission.close()
+        if orphans:
+            self._on_events([Failed(request_id, error) for request_id in orphans])
+        for request_id in orphans:
+            self._core.cancel(request_id)
+        self._load = self._core.load()
+
+
+def _nothing() -> None:
+    """Wakes the thread."""
