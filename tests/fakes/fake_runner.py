@@ -1,0 +1,88 @@
+"""A model that takes microseconds and still notices every wrong block, slot, position and stale byte."""
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from common.kv.store import KVLayout, KVStore, slots_of
+from common.model.batch import Chunk
+from common.routing.record import RoutingArray, RoutingLayout
+
+VOCAB_SIZE = 50
+EOS_TOKEN_ID = 2
+ROUTING = RoutingLayout(num_layers=2, top_k=2, num_experts=8)
+
+
+def fake_store(num_blocks: int, block_size: int = 4) -> KVStore:
+    """A store that fits FakeRunner; freed memory is ruined, so that stale reads change the result."""
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=torch.float32)
+    return KVStore(layout, ROUTING, num_blocks, torch.device("cpu"), poison=True)
+
+
+class FakeRunner:
+    """Writes token and position as K and V; logits and rows are hashes of the K and V read back from position 0 on.
+
+    Attributes:
+        batches: every batch that was executed.
+        fails_on: a step with such a batch raises.
+        lost_rows: positions whose rows are not written.
+        nan_after: positions after which the logits are NaN.
+        gate: a step waits for it; `entered` is set once it does.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self.batches: list[tuple[Chunk, ...]] = []
+        self.fails_on: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
+        self.lost_rows: Callable[[Chunk, int], bool] = lambda chunk, position: False
+        self.nan_after: Callable[[Chunk], bool] = lambda chunk: False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        self.batches.append(tuple(chunks))
+        self.entered.set()
+        assert self.gate.wait(timeout=30)
+        if self.fails_on(chunks):
+            raise RuntimeError("the device is on fire")
+        logits_NV = [row for chunk in chunks if (row := self._forward(chunk)) is not None]
+        return torch.from_numpy(np.stack(logits_NV)) if logits_NV else torch.empty(0, VOCAB_SIZE)
+
+    def _forward(self, chunk: Chunk) -> np.ndarray[tuple[int], np.dtype[np.float32]] | None:
+        slots = slots_of(chunk.blocks, 0, chunk.end, self._store.layout.block_size)
+        self._store.write_kv(slots[chunk.start :], _kv_of(chunk))
+        hashes = _prefix_hashes(self._store.read_kv(slots))
+        if chunk.wants_rows:
+            kept = [i for i in range(chunk.start, chunk.end) if not self.lost_rows(chunk, i)]
+            self._store.write_rows(slots[kept], rows_of([hashes[i] for i in kept]))
+        if not chunk.wants_logits:
+            return None
+        logits_V = np.random.default_rng(hashes[-1]).standard_normal(VOCAB_SIZE, np.float32)
+        return logits_V * np.float32(np.nan) if self.nan_after(chunk) else logits_V
+
+
+def _kv_of(chunk: Chunk) -> torch.Tensor:
+    k_T = torch.tensor(chunk.token_ids, dtype=torch.float32) + 1
+    v_T = torch.arange(chunk.start, chunk.end, dtype=torch.float32) + 1
+    return torch.stack([k_T, v_T]).reshape(1, 2, -1, 1, 1).expand(2, -1, -1, -1, -1)
+
+
+def _prefix_hashes(kv_L2TGD: torch.Tensor) -> list[int]:
+    """One hash per position, of everything up to and including it."""
+    hashes, value = [], 0
+    for kv_L2GD in kv_L2TGD.unbind(2):
+        value = zlib.crc32(kv_L2GD.contiguous().numpy().tobytes(), value)
+        hashes.append(value)
+    return hashes
+
+
+def rows_of(hashes: Sequence[int]) -> RoutingArray:
+    """Neighbouring expert ids per layer, chosen by the hash: distinct inside a row, as in a real model."""
+    h_T11 = np.asarray(hashes, np.int64).reshape(-1, 1, 1)
+    layer_L1 = np.arange(ROUTING.num_layers)[:, None]
+    rows_TLK = ((h_T11 >> (4 * layer_L1)) + np.arange(ROUTING.top_k)) % ROUTING.num_experts
+    return rows_TLK.astype(np.uint8)

@@ -1,0 +1,169 @@
+"""What the engine tests share: an engine core on a fake model, and one request's side of the story."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.engine.admission import Admission
+from common.engine.core import EngineCore
+from common.engine.limits import EngineLimits
+from common.engine.request import (
+    BlocksLeased,
+    EngineEvent,
+    EngineRequest,
+    Failed,
+    Progress,
+    PromptAdvanced,
+    RequestId,
+    Work,
+)
+from common.engine.solo import SoloResult, SoloRunner
+from common.errors import MoerelayError
+from common.kv.pool import BlockId, BlockPool
+from common.kv.store import slots_of
+from common.routing.record import RoutingArray
+from common.sampling import Finish, SampledToken, SamplingParams
+from tests.fakes.fake_runner import EOS_TOKEN_ID, ROUTING, VOCAB_SIZE, FakeRunner, fake_store
+
+EOS = frozenset({EOS_TOKEN_ID})
+
+
+def limits(
+    *, max_num_batched_tokens: int = 16, max_num_seqs: int = 8, max_waiting: int = 100, max_model_len: int = 128
+) -> EngineLimits:
+    return EngineLimits(max_num_batched_tokens, max_num_seqs, max_waiting, max_model_len, VOCAB_SIZE)
+
+
+def make_request(
+    name: str, prompt: list[int], sampling: SamplingParams, *, start: int | None = 0, work: Work = Work.WHOLE
+) -> EngineRequest:
+    return EngineRequest(RequestId(name), prompt, sampling, start, work)
+
+
+def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos)
+
+
+def solo(request: EngineRequest) -> SoloResult:
+    """The oracle's answer, from a store of its own."""
+    store = fake_store(64)
+    return SoloRunner(FakeRunner(store), store, EOS).run(request.prompt, request.sampling, request.routing_start)
+
+
+@dataclass
+class Transcript:
+    """Everything one request was told; checks the row rule with every event."""
+
+    request: EngineRequest
+    tokens: list[SampledToken] = field(default_factory=list)
+    rows: list[RoutingArray] = field(default_factory=list)
+    finish: Finish | None = None
+    error: MoerelayError | None = None
+    blocks: tuple[BlockId, ...] | None = None
+    advances: list[PromptAdvanced] = field(default_factory=list)
+    num_events: int = 0
+
+    def take(self, event: EngineEvent) -> None:
+        assert not self.ended, f"{event} after the end"
+        self.num_events += 1
+        match event:
+            case BlocksLeased():
+                assert self.blocks is None
+                self.blocks = event.blocks
+            case PromptAdvanced():
+                self.blocks = event.blocks
+                self.advances.append(event)
+            case Progress():
+                self._take_progress(event)
+            case Failed():
+                self.error = event.error
+
+    def _take_progress(self, event: Progress) -> None:
+        self.tokens += event.tokens
+        self.finish = event.finish
+        if event.rows_TLK is not None:
+            assert self.request.routing_start is not None
+            self.rows.append(event.rows_TLK)
+        if event.tokens and self.request.routing_start is not None:
+            want = len(self.request.prompt) - self.request.routing_start + len(self.tokens) - 1
+            assert sum(len(r) for r in self.rows) == want
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    @property
+    def rows_TLK(self) -> RoutingArray | None:
+        if self.request.routing_start is None:
+            return None
+        return np.concatenate([ROUTING.empty(0), *self.rows])
+
+    def assert_equals(self, expected: SoloResult) -> None:
+        assert self.error is None
+        assert tuple(self.tokens) == expected.tokens
+        assert self.finish == expected.finish
+        if expected.rows_TLK is None:
+            assert not self.rows
+        else:
+            np.testing.assert_array_equal(self.rows_TLK, expected.rows_TLK, strict=True)
+
+
+class CoreRig:
+    """One engine core with a pool of `num_blocks` usable blocks, and the transcripts of its requests."""
+
+    def __init__(self, *, num_blocks: int = 64, bounds: EngineLimits | None = None, block_size: int = 4) -> None:
+        bounds = bounds or limits()
+        self.store = fake_store(num_blocks + 1, block_size)
+        self.pool = BlockPool(num_blocks + 1)
+        self.runner = FakeRunner(self.store)
+        self.admission = Admission(bounds, num_usable_blocks=num_blocks, block_size=block_size)
+        self.core = EngineCore(self.runner, self.store, self.pool, bounds, EOS, self.admission)
+        self.transcripts: dict[RequestId, Transcript] = {}
+        self.silenced: set[RequestId] = set()
+
+    def submit(self, request: EngineRequest) -> Transcript:
+        self.admission.enter(request)
+        self.core.add(request)
+        transcript = self.transcripts[request.request_id] = Transcript(request)
+        self.silenced.discard(request.request_id)
+        return transcript
+
+    def step(self) -> bool:
+        """One step; its events go to the transcripts; everything must still be consistent."""
+        moved = self.core.step()
+        self.deliver()
+        assert self.core.check_invariants() == []
+        return moved
+
+    def deliver(self) -> None:
+        for event in self.core.take_events():
+            assert event.request_id not in self.silenced, f"{event} after a cancel"
+            self.transcripts[event.request_id].take(event)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.core.cancel(request_id)
+        self.silenced.add(request_id)
+
+    def run(self) -> None:
+        """Steps until nothing can move."""
+        while self.step():
+            pass
+
+    def assert_baseline(self) -> None:
+        """Nothing is held by anybody."""
+        load = self.core.load()
+        assert (load.running, load.waiting, load.handoffs, load.kv_blocks_used) == (0, 0, 0, 0)
+        assert self.core.check_invariants() == []
+        assert self.admission.close() == []
+
+
+def copy_slots(source: CoreRig, target: CoreRig, name: RequestId, start: int, end: int) -> None:
+    """What a handoff does: KV and rows of positions [start, end) from P's slots to D's."""
+    from_blocks, to_blocks = source.transcripts[name].blocks, target.transcripts[name].blocks
+    assert from_blocks is not None
+    assert to_blocks is not None
+    from_slots = slots_of(from_blocks, start, end, source.store.layout.block_size)
+    to_slots = slots_of(to_blocks, start, end, target.store.layout.block_size)
+    target.store.write_kv(to_slots, source.store.read_kv(from_slots))
+    if source.transcripts[name].request.routing_start is not None:
+        target.store.write_rows(to_slots, source.store.read_rows(from_slots))
