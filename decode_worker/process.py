@@ -27,19 +27,19 @@ async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> No
     instance_id = new_instance_id()
     intake = Intake(core.engine)
     async with running_engine(core), _receiver(settings, core, intake, instance_id) as receiver:
+        service = DecodeService(core, receiver, intake, lifecycle, instance_id)
         worker_service, metrics = add_worker_service(
             server,
             settings,
             core,
             lifecycle,
             role=types_pb2.ROLE_BOTH if receiver is None else types_pb2.ROLE_DECODE,
+            role_service=service,
             instance_id=instance_id,
             handoff_endpoint="" if receiver is None else receiver.endpoint,
-            check=list if receiver is None else receiver.check_invariants,
         )
         if receiver is not None:
             _handoff_metrics(metrics, receiver, intake)
-        service = DecodeService(core, receiver, intake, lifecycle, instance_id)
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
         await server.run([worker_service, decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name])
 

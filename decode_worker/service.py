@@ -36,6 +36,18 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._intake = intake
         self._lifecycle = lifecycle
         self._instance_id = instance_id
+        self._live: dict[RequestId, GrantedLease | None] = {}
+
+    async def abort(self, request_id: RequestId) -> bool:
+        """Ends the choice with finish_reason "abort"; a handoff that is still arriving is revoked first."""
+        if request_id not in self._live:
+            return False
+        await self._revoke(self._live[request_id])
+        self._core.engine.abort(request_id)
+        return True
+
+    def check_invariants(self) -> list[str]:
+        return [] if self._receiver is None else self._receiver.check_invariants()
 
     async def Generate(self, request: decode_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """A coroutine that writes to `context`, not a generator: cancelling the call unwinds it at once."""
@@ -47,14 +59,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._core.bridge.subscribed(engine_request.request_id, outbox),
             structlog.contextvars.bound_contextvars(request_id=engine_request.request_id),
         ):
-            lease: GrantedLease | None = None
+            self._live[engine_request.request_id] = None
             try:
                 self._core.engine.submit(engine_request)
                 if remote:
-                    lease = await self._lease(engine_request, outbox, context)
+                    await self._lease(engine_request, outbox, context)
                 await self._stream(outbox, context)
             finally:
-                await self._free(engine_request.request_id, lease)
+                await self._free(engine_request.request_id)
 
     def _engine_request(self, request: decode_pb2.GenerateRequest, work: Work) -> EngineRequest:
         if work is Work.DECODE and self._receiver is None:
@@ -69,12 +81,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             work=work,
         )
 
-    async def _lease(self, request: EngineRequest, outbox: Outbox, context: Context) -> GrantedLease | None:
-        """Waits for blocks, then invites the handoff. None if the request was aborted while it waited."""
+    async def _lease(self, request: EngineRequest, outbox: Outbox, context: Context) -> None:
+        """Waits for blocks, then invites the handoff; does nothing if the request was aborted while it waited."""
         assert self._receiver is not None
         blocks = await outbox.leased()
         if blocks is None:
-            return None
+            return
         self._intake.expect(request.request_id, outbox)
         lease = self._receiver.grant(
             request.request_id,
@@ -95,7 +107,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 )
             )
         )
-        return lease
 
     async def _stream(self, outbox: Outbox, context: Context) -> None:
         while True:
@@ -105,14 +116,17 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             if batch.finish is not None:
                 return
 
-    async def _free(self, request_id: RequestId, lease: GrantedLease | None) -> None:
+    async def _free(self, request_id: RequestId) -> None:
         """The blocks go back to the pool only when no write of the handoff can touch them any more."""
         self._intake.forget(request_id)
         try:
-            if lease is not None and self._receiver is not None:
-                await asyncio.shield(self._receiver.revoke(lease.transfer_id))
+            await asyncio.shield(self._revoke(self._live.pop(request_id)))
         finally:
             self._core.engine.cancel(request_id)
+
+    async def _revoke(self, lease: GrantedLease | None) -> None:
+        if lease is not None and self._receiver is not None:
+            await self._receiver.revoke(lease.transfer_id)
 
 
 def _chunks(batch: Batch) -> list[decode_pb2.TokenChunk]:

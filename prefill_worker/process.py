@@ -28,11 +28,18 @@ async def serve(settings: PrefillSettings, path: Path, config: ModelConfig) -> N
             connector, core.store, handoff_identity(core, instance_id), timeout_s=settings.handoff_timeout_s
         ) as sender,
     ):
+        service = PrefillService(core, sender, lifecycle)
         worker_service, metrics = add_worker_service(
-            server, settings, core, lifecycle, role=types_pb2.ROLE_PREFILL, instance_id=instance_id
+            server,
+            settings,
+            core,
+            lifecycle,
+            role=types_pb2.ROLE_PREFILL,
+            role_service=service,
+            instance_id=instance_id,
         )
         metrics.counter("handoff_bytes", "Bytes of KV and routing rows shipped.", lambda: sender.bytes_sent)
         metrics.counter("routing_rows_shipped", "Routing rows shipped to decode workers.", lambda: sender.rows_sent)
         metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: sender.num_failed)
-        prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(core, sender, lifecycle), server.grpc)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
         await server.run([worker_service, prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name])

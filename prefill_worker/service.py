@@ -8,7 +8,7 @@ import structlog
 from common.handoff.sender import HandoffSender, LeaseRef, Transfer
 
 from common.engine.request import EngineEvent, EngineRequest, Failed, PromptAdvanced, RequestId, Work
-from common.errors import UnavailableError, WorkerLostError
+from common.errors import MoerelayError, UnavailableError, WorkerLostError
 from common.messages import sampling_from_pb
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.sampling import SampledToken
@@ -26,17 +26,21 @@ class Prompts:
     def __init__(self) -> None:
         self._ready = asyncio.Event()
         self._latest: PromptAdvanced | None = None
-        self._error: Exception | None = None
+        self._error: MoerelayError | None = None
 
     def put(self, event: EngineEvent) -> None:
         match event:
             case PromptAdvanced():
                 self._latest = event
+                self._ready.set()
             case Failed(error=error):
-                self._error = error
+                self.fail(error)
             case _:
-                # The engine ends an aborted prefill with an event that says so.
-                self._error = WorkerLostError("the prefill was aborted")
+                raise AssertionError(f"a prefill does not emit {type(event).__name__}")
+
+    def fail(self, error: MoerelayError) -> None:
+        """Ends the request with `error`; the first one wins."""
+        self._error = self._error or error
         self._ready.set()
 
     async def next(self) -> PromptAdvanced:
@@ -56,6 +60,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._core = core
         self._sender = sender
         self._lifecycle = lifecycle
+        self._prompts: dict[RequestId, Prompts] = {}
+
+    async def abort(self, request_id: RequestId) -> bool:
+        """Ends the call, which first ends the transfer and then frees the blocks that it reads."""
+        prompts = self._prompts.get(request_id)
+        if prompts is not None:
+            prompts.fail(WorkerLostError("the prefill was aborted"))
+        return prompts is not None
+
+    def check_invariants(self) -> list[str]:
+        return self._sender.check_invariants()
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
         engine_request = self._engine_request(request)
@@ -65,9 +80,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._core.bridge.subscribed(engine_request.request_id, prompts),
             structlog.contextvars.bound_contextvars(request_id=engine_request.request_id),
         ):
+            self._prompts[engine_request.request_id] = prompts
             try:
                 return await self._hand_over(engine_request, request.lease, prompts)
             finally:
+                del self._prompts[engine_request.request_id]
                 self._core.engine.cancel(engine_request.request_id)
 
     def _engine_request(self, request: prefill_pb2.PrefillRequest) -> EngineRequest:

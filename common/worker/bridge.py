@@ -32,10 +32,6 @@ class EngineBridge:
         """Binds to the running event loop; call before the engine starts."""
         self._loop = asyncio.get_running_loop()
 
-    def is_live(self, request_id: RequestId) -> bool:
-        """Whether somebody waits for this request's events."""
-        return request_id in self._subscribers
-
     @contextmanager
     def subscribed(self, request_id: RequestId, subscriber: Subscriber) -> Iterator[None]:
         """Routes the request's events to `subscriber`. Raises DuplicateRequestError for a live id."""

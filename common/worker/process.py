@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from common.config import WorkerSettings
@@ -12,7 +12,7 @@ from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
 from common.worker.metrics import WorkerMetrics, engine_metrics
 from common.worker.server import WorkerServer
-from common.worker.service import WorkerIdentity, WorkerService
+from common.worker.service import RoleService, WorkerIdentity, WorkerService
 
 ROLE_NAMES = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode", types_pb2.ROLE_BOTH: "both"}
 
@@ -40,9 +40,9 @@ def add_worker_service(
     lifecycle: Lifecycle,
     *,
     role: types_pb2.Role.ValueType,
+    role_service: RoleService,
     instance_id: str,
     handoff_endpoint: str = "",
-    check: Callable[[], list[str]] = list,
 ) -> tuple[str, WorkerMetrics]:
     """Registers the Worker service; returns its full name and the metrics that the role adds its own to."""
     name = ROLE_NAMES[role]
@@ -50,7 +50,7 @@ def add_worker_service(
     metrics = WorkerMetrics(name, worker_id)
     engine_metrics(metrics, core.engine)
     identity = WorkerIdentity(worker_id, instance_id, role, os.getpid(), server.address, handoff_endpoint)
-    service = WorkerService(identity, core, lifecycle, metrics, check)
+    service = WorkerService(identity, core, lifecycle, metrics, role_service)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     return worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name, metrics
 

@@ -1,13 +1,13 @@
 """The Worker gRPC service: who the worker is, how busy it is, abort, metrics, invariants."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from common.engine.request import RequestId
+from common.errors import InternalError
 from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
 from common.rpc import PROTOCOL_VERSION
 from common.worker.core import WorkerCore
@@ -29,8 +29,20 @@ class WorkerIdentity:
     handoff_endpoint: str
 
 
+class RoleService(Protocol):
+    """What the Worker service needs to know of the Prefill or Decode service beside it."""
+
+    async def abort(self, request_id: RequestId) -> bool:
+        """Ends one live request; False if there is none of that id."""
+        ...
+
+    def check_invariants(self) -> list[str]:
+        """Violations in what the role adds to the engine: leases, transfers."""
+        ...
+
+
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """`check` yields the violations of whatever the role adds to the engine (leases, transfers)."""
+    """Answers for one worker, of whatever role."""
 
     def __init__(
         self,
@@ -38,15 +50,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         core: WorkerCore,
         lifecycle: Lifecycle,
         metrics: WorkerMetrics,
-        check: Callable[[], list[str]],
+        role_service: RoleService,
     ) -> None:
         self._identity = identity
         self._core = core
         self._lifecycle = lifecycle
         self._metrics = metrics
-        self._check = check
+        self._role_service = role_service
 
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.WorkerStatus:
+        if not self._core.engine.alive:
+            raise InternalError("the engine thread has ended; restart this worker")
         load = self._core.engine.load()
         return worker_pb2.WorkerStatus(
             worker_id=self._identity.worker_id,
@@ -69,11 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortReply:
-        request_id = RequestId(request.request_id)
-        found = self._core.bridge.is_live(request_id)
-        if found:
-            self._core.engine.abort(request_id)
-        return worker_pb2.AbortReply(found=found)
+        return worker_pb2.AbortReply(found=await self._role_service.abort(RequestId(request.request_id)))
 
     async def Metrics(self, request: worker_pb2.MetricsRequest, context: Context) -> worker_pb2.MetricsReply:
         return worker_pb2.MetricsReply(exposition=self._metrics.exposition())
@@ -82,4 +92,4 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.CheckInvariantsRequest, context: Context
     ) -> worker_pb2.CheckInvariantsReply:
         violations = await asyncio.to_thread(self._core.engine.check_invariants)
-        return worker_pb2.CheckInvariantsReply(violations=[*violations, *self._check()])
+        return worker_pb2.CheckInvariantsReply(violations=[*violations, *self._role_service.check_invariants()])

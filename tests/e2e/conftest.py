@@ -1,0 +1,49 @@
+"""Real clusters, one per worker process of the test run, shared by the tests of one group."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from common.model.synthesize import synthesize
+
+from common.engine.solo import SoloRunner
+from tests.e2e.cluster import Client, Cluster, running_cluster
+from tests.e2e.oracle import solo_runner
+
+#: The fixture of the fault catalogue: 2 layers, 8 experts, top-2, 300 ids, context 128, EOS 2.
+TINY = {
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+#: Freed blocks hold NaN, so that stale data can never pass by luck; chunks of 16, so that prompts take several.
+FLAGS = ("--dtype", "float32", "--num-kv-blocks", "160", "--max-num-batched-tokens", "16", "--debug-poison-kv")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    synthesize("qwen3_moe", "tiny", 7, TINY, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def disaggregated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tiny_model, tmp_path_factory.mktemp("pd"), *FLAGS) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def solo(tiny_model: Path) -> SoloRunner:
+    return solo_runner(tiny_model, torch.float32)
+
+
+@pytest.fixture
+async def client(disaggregated: Cluster) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield Client(session, disaggregated.url)

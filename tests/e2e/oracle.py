@@ -1,0 +1,44 @@
+"""The solo run of a request: the value that every answer of a cluster must equal, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.engine.solo import SoloRunner
+from common.sampling import SamplingParams
+from tests.e2e.cluster import Answer
+
+
+def assert_equals_solo(
+    answer: Answer, solo: SoloRunner, prompt: list[int], *, start: int = 0, context: int = 128, **fields: Any
+) -> None:
+    """Tokens, logprobs (every bit), rows (dtype, shape, bytes) and the reason of the end."""
+    assert answer.status == 200, answer.error
+    max_tokens = min(fields.pop("max_tokens", context), context - len(prompt))
+    stop_ids = frozenset(fields.pop("stop_token_ids", ()))
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids, **({"temperature": 0.0} | fields))
+    expected = solo.run(prompt, params, start)
+    assert answer.token_ids == [token.token_id for token in expected.tokens]
+    assert answer.finish_reason == expected.finish.reason.value
+    assert expected.rows_TLK is not None
+    assert answer.rows.dtype == expected.rows_TLK.dtype
+    assert np.array_equal(answer.rows, expected.rows_TLK)
+    if params.logprobs is not None:
+        # JSON carries doubles: a float32 that went through it comes back with every bit.
+        sampled = [token.logprob.logprob for token in expected.tokens if token.logprob is not None]
+        assert [np.float32(entry["logprob"]) for entry in answer.logprobs] == [np.float32(x) for x in sampled]
+        tops = [[(t.token_id, np.float32(t.logprob), t.rank) for t in token.top] for token in expected.tokens]
+        got = [
+            [(t["token_id"], np.float32(t["logprob"]), t["rank"]) for t in entry["top_logprobs"]]
+            for entry in answer.logprobs
+        ]
+        # The sampled token leads the list, whether or not it is among the best.
+        for entry, top in zip(got, tops, strict=True):
+            assert [t for t in entry if t in top][: len(top)] == top
+
+
+def solo_runner(model: Path, dtype: torch.dtype) -> SoloRunner:
+    """A solo runner with the whole checkpoint in this process."""
+    raise NotImplementedError

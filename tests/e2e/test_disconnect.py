@@ -1,0 +1,177 @@
+"""Clients that leave, at every moment: both workers free everything, and nobody restarts."""
+
+import asyncio
+import json
+import random
+import socket
+import struct
+from pathlib import Path
+
+import aiohttp
+import grpc
+import pytest
+
+from common.engine.solo import SoloRunner
+from common.pb import worker_pb2, worker_pb2_grpc
+from tests.e2e.cluster import Client, Cluster, JsonObject, request_body, running_cluster, sse_events, until
+from tests.e2e.oracle import assert_equals_solo
+from tests.e2e.test_routing_rows import prompt_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("disaggregated")]
+
+#: Gauges must be back at their baseline this soon after the last client left.
+BASELINE_S = 2.0
+
+Gauges = dict[str, float]
+
+
+async def gauges(client: Client) -> Gauges:
+    """Everything that a live request holds, summed over the cluster."""
+    view = await client.json("/cluster")
+    names = ("running", "waiting", "handoffs", "kv_blocks_used")
+    totals = {name: float(sum(worker[name] for worker in view["workers"])) for name in names}
+    return totals | {"in_flight": view["router"]["in_flight"]}
+
+
+async def assert_baseline(client: Client, expected: Gauges, within_s: float = BASELINE_S) -> None:
+    """The gauges return to `expected`; fails with the last reading."""
+    last: Gauges = {}
+
+    async def reached() -> bool:
+        nonlocal last
+        last = await gauges(client)
+        return last == expected
+
+    try:
+        await until(reached, within_s)
+    except TimeoutError:
+        pytest.fail(f"after {within_s} s the gauges are {last}, not {expected}")
+
+
+async def leave_early(client: Client, rng: random.Random) -> None:
+    """One request whose socket is reset at a random moment: while connecting, queued, prefilled, streamed."""
+    prompt = prompt_of(rng.randrange(1, 110), rng.randrange(1000))
+    body = request_body(prompt, stream=rng.random() < 0.7, max_tokens=60, ignore_eos=True)
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        post = asyncio.create_task(_read(session, client.url, body))
+        await asyncio.wait([post], timeout=rng.expovariate(1 / 0.05))
+        post.cancel()
+        await asyncio.gather(post, return_exceptions=True)
+
+
+async def _read(session: aiohttp.ClientSession, url: str, body: JsonObject) -> None:
+    async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+        async for _ in sse_events(response):
+            pass
+
+
+async def test_clients_that_leave_free_both_workers(client: Client, solo: SoloRunner) -> None:
+    """200 requests left at random moments. vllm-project/vllm#54947, #50425, ai-dynamo/dynamo#7489."""
+    rng = random.Random(11)
+    idle = await gauges(client)
+    before = await client.json("/cluster")
+    gate = asyncio.Semaphore(20)
+
+    async def one() -> None:
+        async with gate:
+            await leave_early(client, rng)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(200):
+            group.create_task(one())
+    await assert_baseline(client, idle)
+    after = await client.json("/cluster")
+    assert [w["pid"] for w in before["workers"]] == [w["pid"] for w in after["workers"]]
+    assert await invariants(client) == []
+    answer = await client.generate([5, 6, 7], max_tokens=4)
+    assert_equals_solo(answer, solo, [5, 6, 7], max_tokens=4)
+
+
+async def invariants(client: Client) -> list[str]:
+    """Violations that the workers find in themselves."""
+    found: list[str] = []
+    for worker in (await client.json("/cluster"))["workers"]:
+        async with grpc.aio.insecure_channel(worker["address"]) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            reply = await stub.CheckInvariants(worker_pb2.CheckInvariantsRequest(), timeout=10)
+            found += [f"{worker['id']}: {violation}" for violation in reply.violations]
+    return found
+
+
+async def test_reset_in_mid_stream(client: Client) -> None:
+    """A TCP reset after three events frees the sequence."""
+    idle = await gauges(client)
+    host, port = client.url.removeprefix("http://").split(":")
+    for _ in range(10):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        data = json.dumps(request_body(prompt_of(5), stream=True, max_tokens=100, ignore_eos=True))
+        head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
+        for _ in range(3):
+            await reader.readuntil(b"\n\n")
+        raw = writer.get_extra_info("socket")
+        # Linger of zero seconds: closing sends RST, not FIN.
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+    await assert_baseline(client, idle)
+
+
+async def test_clients_that_leave_a_full_cluster(tiny_model: Path, tmp_path: Path, solo: SoloRunner) -> None:
+    """A decode pool that holds one request: the others wait for a lease and leave while they wait.
+
+    vllm-project/vllm#50425, sgl-project/sglang#24527: what they would have held is given to whoever stays, untouched.
+    """
+    flags = ("--dtype", "float32", "--num-kv-blocks", "8", "--max-num-batched-tokens", "16", "--debug-poison-kv")
+    with running_cluster(tiny_model, tmp_path, *flags) as cluster:
+        async with aiohttp.ClientSession() as session:
+            client = Client(session, cluster.url)
+            idle = await gauges(client)
+            rng = random.Random(12)
+            for _ in range(5):
+                leaving = [asyncio.create_task(leave_early(client, rng)) for _ in range(8)]
+                prompt = prompt_of(60, rng.randrange(1000))
+                answer = await client.generate(prompt, max_tokens=8, ignore_eos=True)
+                assert_equals_solo(answer, solo, prompt, max_tokens=8, ignore_eos=True)
+                await asyncio.gather(*leaving)
+            await assert_baseline(client, idle)
+            assert await invariants(client) == []
+
+
+async def test_abort_while_queued(tiny_model: Path, tmp_path: Path) -> None:
+    """An abort before the first token: finish "abort", no tokens, rows null with the key present."""
+    flags = ("--dtype", "float32", "--num-kv-blocks", "8")
+    with running_cluster(tiny_model, tmp_path, *flags) as cluster:
+        async with aiohttp.ClientSession() as session:
+            client = Client(session, cluster.url)
+            running = asyncio.create_task(client.generate(prompt_of(60), max_tokens=60, ignore_eos=True))
+            body = request_body(prompt_of(60), max_tokens=60, request_id="queued")
+            queued = asyncio.create_task(_post(session, cluster.url, body))
+
+            async def one_waits() -> bool:
+                return await client.metric("moerelay_requests_waiting", "decode") == 1 or running.done()
+
+            await until(one_waits)
+            async with session.post(
+                f"{cluster.url}/inference/v1/abort_requests", json={"request_ids": ["queued"]}
+            ) as response:
+                assert response.status == 200
+            payload = await queued
+            choice = payload["choices"][0]
+            assert (choice["finish_reason"], choice["token_ids"]) == ("abort", [])
+            assert choice["routed_experts"] is None
+            assert len((await running).token_ids) == 60
+
+
+async def _post(
+    session: aiohttp.ClientSession, url: str, body: dict[str, object]
+) -> dict[str, list[dict[str, object]]]:
+    async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+        payload: JsonObject = await response.json()
+        return payload
+
+
+async def test_live_cluster_is_untouched(client: Client, disaggregated: Cluster) -> None:
+    """After all of the above the shared cluster is still the same process and whole."""
+    assert disaggregated.process.poll() is None
+    assert await invariants(client) == []

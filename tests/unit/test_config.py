@@ -1,0 +1,85 @@
+"""Settings: order of the sources, strictness, and refusals that name the flag."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config import DecodeSettings, PrefillSettings, RouterSettings, UpSettings, is_loopback, load_settings
+from common.errors import ConfigError
+
+
+def test_toml_then_environment_then_command_line(tmp_path: Path) -> None:
+    toml = tmp_path / "worker.toml"
+    toml.write_text('model = "from-file"\nblock_size = 32\nmax_num_seqs = 3\n')
+    environ = {"MOERELAY_BLOCK_SIZE": "64", "MOERELAY_MAX_NUM_SEQS": "4"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        settings = load_settings(PrefillSettings, ["--config", str(toml), "--max-num-seqs", "5"], prog="p")
+    assert (settings.model, settings.block_size, settings.max_num_seqs) == ("from-file", 64, 5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "m", "--block-size", "3"], "--block-size"),
+        (["--model", "m", "--kv-cache-memory", "1GiB", "--num-kv-blocks", "9"], "exclude each other"),
+        (["--model", "m", "--kv-cache-memory", "1 parsec"], "--kv-cache-memory"),
+        (["--model", "m", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
+        (["--model", "m", "--prefill-context-parallel-size", "4"], "--prefill-context-parallel-size"),
+        (["--model", "m", "--handoff-timeout-s", "nan"], "--handoff-timeout-s"),
+        ([], "--model"),
+        (["--config"], "--config"),
+        (["--config", "/no/such/file.toml"], "--config"),
+    ],
+)
+def test_refusals_name_the_flag(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(DecodeSettings, argv, prog="p", environ={})
+
+
+def test_unknown_variables_and_keys_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="MOERELAY_BLOK_SIZE"):
+        load_settings(RouterSettings, [], prog="p", environ={"MOERELAY_BLOK_SIZE": "1", "HOME": "/"})
+    toml = tmp_path / "router.toml"
+    toml.write_text("blok_size = 1\n")
+    with pytest.raises(ConfigError, match="blok-size: unknown"):
+        load_settings(RouterSettings, ["--config", str(toml)], prog="p", environ={})
+
+
+def test_a_variable_of_another_process_is_no_error() -> None:
+    assert load_settings(RouterSettings, [], prog="p", environ={"MOERELAY_MODE": "aggregated"}).port == 8000
+
+
+@pytest.mark.parametrize(("text", "size"), [("1GiB", 2**30), ("1.5 MiB", 3 * 2**19), ("2kb", 2000), ("4096", 4096)])
+def test_sizes(text: str, size: int) -> None:
+    settings = load_settings(UpSettings, ["--model", "m", "--kv-cache-memory", text], prog="p", environ={})
+    assert settings.kv_cache_memory == size
+
+
+def test_worker_lists() -> None:
+    argv = ["--prefill", "a:1", "--prefill", "b:2", "--decode", "c:3,d:4"]
+    settings = load_settings(RouterSettings, argv, prog="p", environ={})
+    assert (settings.prefill, settings.decode) == (["a:1", "b:2"], ["c:3", "d:4"])
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        load_settings(RouterSettings, ["--decode", "no-port"], prog="p", environ={})
+
+
+def test_disaggregated_needs_prefill() -> None:
+    with pytest.raises(ConfigError, match="--prefill"):
+        load_settings(UpSettings, ["--model", "m", "--prefill", "0"], prog="p", environ={})
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("worker", False),
+    ],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

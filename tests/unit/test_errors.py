@@ -1,0 +1,39 @@
+"""The exception tree has complete HTTP and gRPC tables, and an error keeps its class across the wire."""
+
+import grpc
+import pytest
+
+from common import errors
+from common.errors import ERROR_TRAILER, GRPC_TABLE, HTTP_TABLE, PARAM_TRAILER, MoerelayError, StartupError, from_grpc
+
+
+def subclasses(cls: type[MoerelayError]) -> set[type[MoerelayError]]:
+    found = set(cls.__subclasses__())
+    return found | {deeper for direct in found for deeper in subclasses(direct)}
+
+
+REACHES_CLIENTS = subclasses(errors.RequestError) | subclasses(errors.ServiceError)
+
+
+def test_tables_are_complete() -> None:
+    assert set(HTTP_TABLE) == set(GRPC_TABLE) == REACHES_CLIENTS
+    assert not subclasses(StartupError) & set(HTTP_TABLE)
+
+
+def test_statuses_are_errors_and_trailers_are_unique() -> None:
+    assert all(400 <= status < 600 for status, _ in HTTP_TABLE.values())
+    assert len({kind for _, kind in GRPC_TABLE.values()}) == len(GRPC_TABLE)
+
+
+@pytest.mark.parametrize("cls", sorted(REACHES_CLIENTS, key=lambda c: c.__name__))
+def test_every_class_survives_the_wire(cls: type[MoerelayError]) -> None:
+    code, kind = GRPC_TABLE[cls]
+    rebuilt = from_grpc(code, "too long", {ERROR_TRAILER: kind, PARAM_TRAILER: "token_ids"})
+    assert (type(rebuilt), rebuilt.message, rebuilt.param) == (cls, "too long", "token_ids")
+
+
+def test_bare_statuses_become_the_nearest_class() -> None:
+    assert type(from_grpc(grpc.StatusCode.UNAVAILABLE, "", {})) is errors.WorkerLostError
+    assert type(from_grpc(grpc.StatusCode.RESOURCE_EXHAUSTED, "", {})) is errors.PayloadTooLargeError
+    assert type(from_grpc(grpc.StatusCode.UNKNOWN, "", {})) is errors.InternalError
+    assert type(from_grpc(grpc.StatusCode.INTERNAL, "", {ERROR_TRAILER: "no such kind"})) is errors.InternalError
