@@ -3,7 +3,7 @@ refused before anything heavy loads."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ class RopeConfig:
     theta: float = 10_000.0
     #: "default", "linear", "llama3" or "yarn"; dynamic kinds are refused because they cannot be chunked exactly.
     kind: str = "default"
-    #: Remaining keys of `rope_scaling`/`rope_parameters`, as numbers.
-    parameters: Mapping[str, Any] | None = None
+    #: What the kind needs, as `common.model.rope_config` reads it; every default is filled in.
+    parameters: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

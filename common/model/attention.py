@@ -1,0 +1,184 @@
+"""Attention over the paged cache, in fixed tiles of keys, so that a query's result never depends on its batch.
+
+The softmax is computed online (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135) over tiles of
+`TILE` keys that start at absolute multiples of `TILE`. A query therefore goes through the same additions whether it is
+computed alone, in a chunk, or beside other sequences; a tile in which it sees no key leaves its state as it is.
+
+Shape suffixes: B sequences, T tokens, N query heads, G KV heads, D head size, S slots, R query rows of one KV head
+(tokens × query heads per KV head, padded), X = B × G.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from common.kv.pool import NULL_BLOCK
+from common.kv.store import KVLayout
+from common.model.batch import Chunk
+from common.model.layers import ROW_MULTIPLE
+
+#: Keys per tile; a multiple of every block size.
+TILE = 256
+
+#: Start of the running maximum: finite, so that a row that has seen no key yet rescales by exp(0), not by NaN.
+_LOWEST = -1e30
+
+IndexArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One tile of keys for the first `num_sequences` sequences of a group (they are ordered longest first)."""
+
+    num_sequences: int
+    #: Rows of the layer's cache seen as [2 S G, D]: the keys of all heads, then the values; int64 [2 · X · TILE].
+    cache_rows: torch.Tensor
+    #: True where a query must not see the key, [B, 1, R, TILE]; None if every query sees every key.
+    hidden: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """Sequences with equally many query tokens, computed together; their tokens are consecutive in the batch."""
+
+    tokens: slice
+    num_sequences: int
+    num_rows: int
+    tiles: Sequence[Tile]
+
+    def attend(self, q_TND: torch.Tensor, cache: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """Output [T, N, D] for this group's (already scaled) queries.
+
+        Args:
+            cache: one layer of the store as [2 S G, D].
+        """
+        q_XRD = self._to_rows(q_TND, num_kv_heads)
+        highest = q_XRD.new_full((*q_XRD.shape[:2], 1), _LOWEST, dtype=torch.float32)
+        total = torch.zeros_like(highest)
+        output = torch.zeros_like(q_XRD, dtype=torch.float32)
+        for tile in self.tiles:
+            x = tile.num_sequences * num_kv_heads
+            _accumulate(tile, q_XRD[:x], cache, highest[:x], total[:x], output[:x])
+        return self._from_rows((output / total).to(q_TND.dtype), q_TND.shape)
+
+    def _to_rows(self, q_TND: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = q_TND.shape
+        per_sequence, per_kv_head = num_tokens // self.num_sequences, num_heads // num_kv_heads
+        q = q_TND.view(self.num_sequences, per_sequence, num_kv_heads, per_kv_head, head_dim).transpose(1, 2)
+        q_XRD = q.reshape(self.num_sequences * num_kv_heads, per_sequence * per_kv_head, head_dim)
+        return F.pad(q_XRD, (0, 0, 0, self.num_rows - q_XRD.shape[1]))
+
+    def _from_rows(self, output_XRD: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = shape
+        num_kv_heads = output_XRD.shape[0] // self.num_sequences
+        per_sequence, per_kv_head = num_tokens // self.num_sequences, num_heads // num_kv_heads
+        output = output_XRD[:, : per_sequence * per_kv_head]
+        output = output.view(self.num_sequences, num_kv_heads, per_sequence, per_kv_head, head_dim).transpose(1, 2)
+        return output.reshape(shape)
+
+
+def _accumulate(
+    tile: Tile,
+    q_XRD: torch.Tensor,
+    cache: torch.Tensor,
+    highest: torch.Tensor,
+    total: torch.Tensor,
+    output_XRD: torch.Tensor,
+) -> None:
+    """Adds one tile to the running softmax, in place; all state is fp32."""
+    k_XTD, v_XTD = cache.index_select(0, tile.cache_rows).view(2, len(q_XRD), TILE, -1)
+    scores_XRT = torch.bmm(q_XRD, k_XTD.transpose(1, 2)).float()
+    if tile.hidden is not None:
+        by_sequence = scores_XRT.view(tile.num_sequences, -1, *scores_XRT.shape[1:])
+        by_sequence.masked_fill_(tile.hidden, float("-inf"))
+    new_highest = torch.maximum(highest, scores_XRT.amax(dim=-1, keepdim=True))
+    weights_XRT = scores_XRT.sub_(new_highest).exp_()
+    rescale = torch.exp(highest - new_highest)
+    total.mul_(rescale).add_(weights_XRT.sum(dim=-1, keepdim=True))
+    output_XRD.mul_(rescale).add_(torch.bmm(weights_XRT.to(v_XTD.dtype), v_XTD))
+    highest.copy_(new_highest)
+
+
+def plan_groups(
+    chunks: Sequence[Chunk], num_heads: int, window: int | None, layout: KVLayout, num_slots: int, device: torch.device
+) -> list[QueryGroup]:
+    """Groups a batch: leading single-token chunks, ordered longest first, together; every other chunk alone."""
+    num_single = sum(len(chunk.token_ids) == 1 for chunk in chunks)
+    parts = [chunks[:num_single]] if num_single else []
+    parts += [[chunk] for chunk in chunks[num_single:]]
+    groups, first = [], 0
+    for part in parts:
+        planner = _GroupPlanner(part, num_heads, window, layout, num_slots, device)
+        num_tokens = sum(len(chunk.token_ids) for chunk in part)
+        groups.append(QueryGroup(slice(first, first + num_tokens), len(part), planner.num_rows, planner.tiles()))
+        first += num_tokens
+    return groups
+
+
+class _GroupPlanner:
+    """Works out, on the host and once per batch, which cache rows and masks the tiles of one group need."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        num_heads: int,
+        window: int | None,
+        layout: KVLayout,
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        self._chunks = chunks
+        self._window = window
+        self._layout = layout
+        self._num_slots = num_slots
+        self._device = device
+        self._query_heads = num_heads // layout.num_kv_heads
+        self.num_rows = -(-len(chunks[0].token_ids) * self._query_heads // ROW_MULTIPLE) * ROW_MULTIPLE
+        self._slots_BS = self._padded_slots()
+        self._positions_BR = self._query_positions()
+
+    def tiles(self) -> list[Tile]:
+        first = 0 if self._window is None else max(0, min(c.start for c in self._chunks) - self._window + 1) // TILE
+        last = self._slots_BS.shape[1] // TILE
+        return [self._tile(index) for index in range(first, last)]
+
+    def _tile(self, index: int) -> Tile:
+        count = sum(chunk.end > index * TILE for chunk in self._chunks)
+        slots_BT = self._slots_BS[:count, index * TILE : (index + 1) * TILE]
+        heads = np.arange(self._layout.num_kv_heads)[:, None]
+        keys = slots_BT[:, None, :] * self._layout.num_kv_heads + heads
+        rows = np.stack((keys, keys + self._num_slots * self._layout.num_kv_heads)).reshape(-1)
+        return Tile(count, torch.from_numpy(rows).to(self._device), self._hidden(index, count))
+
+    def _hidden(self, index: int, count: int) -> torch.Tensor | None:
+        keys_T = np.arange(index * TILE, (index + 1) * TILE)
+        positions = self._positions_BR[:count, :, None]
+        hidden = keys_T > positions
+        if self._window is not None:
+            hidden |= keys_T <= positions - self._window
+        if not hidden.any():
+            return None
+        return torch.from_numpy(hidden).unsqueeze(1).to(self._device)
+
+    def _padded_slots(self) -> IndexArray:
+        """Slots of all positions up to a whole tile; the tail is the null block's slot, whose K and V are zero."""
+        length = -(-max(chunk.end for chunk in self._chunks) // TILE) * TILE
+        block_size = self._layout.block_size
+        blocks = np.full((len(self._chunks), length // block_size), NULL_BLOCK, np.int64)
+        for row, chunk in zip(blocks, self._chunks, strict=True):
+            used = -(-chunk.end // block_size)
+            row[:used] = chunk.blocks[:used]
+        slots = (blocks[:, :, None] * block_size + np.arange(block_size)).reshape(len(self._chunks), length)
+        ends = np.array([chunk.end for chunk in self._chunks])
+        slots[np.arange(length) >= ends[:, None]] = NULL_BLOCK * block_size
+        return slots
+
+    def _query_positions(self) -> IndexArray:
+        """Position of each query row; padding rows repeat the last one."""
+        num_tokens = len(self._chunks[0].token_ids)
+        offsets = np.minimum(np.arange(self.num_rows) // self._query_heads, num_tokens - 1)
+        return np.array([chunk.start for chunk in self._chunks])[:, None] + offsets

@@ -1,0 +1,74 @@
+"""Typed access to the keys of a checkpoint's config.json; every complaint names the file, the key and the value."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from common.errors import CheckpointError
+
+
+class ConfigReader:
+    """Reads one JSON object. A key that is absent or null takes the default; without a default it is an error.
+
+    Where several names are given they are spellings of the same setting, and the first that is present counts.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self.source = source
+
+    def raw(self, *names: str) -> Any:
+        """The first value that is present and not null, or None."""
+        return next((self._values[name] for name in names if self._values.get(name) is not None), None)
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._present(names, default)
+        if type(value) is not int or value < 1:
+            self.fail(names[0], value, "a positive integer")
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self._present(names, default)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            self.fail(names[0], value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self._present((name,), default)
+        if type(value) is not bool:
+            self.fail(name, value, "true or false")
+        return value
+
+    def text(self, *names: str, default: str | None = None) -> str:
+        value = self._present(names, default)
+        if not isinstance(value, str):
+            self.fail(names[0], value, "a string")
+        return value
+
+    def integers(self, name: str) -> list[int]:
+        """A list of non-negative integers; a single integer is a list of one, an absent key an empty list."""
+        value = self.raw(name)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(item) is int and item >= 0 for item in values):
+            self.fail(name, value, "an integer or a list of integers, none negative")
+        return values
+
+    def section(self, *names: str) -> "ConfigReader":
+        """A nested object; an absent one is empty."""
+        value = self.raw(*names)
+        if value is not None and not isinstance(value, dict):
+            self.fail(names[0], value, "an object")
+        return ConfigReader(value or {}, f"{self.source}: {names[0]}")
+
+    def fail(self, name: str, value: object, wanted: str) -> NoReturn:
+        """Raises CheckpointError for a value that is not what was wanted."""
+        raise CheckpointError(f"{self.source}: {name} is {value!r}, but must be {wanted}")
+
+    def _present(self, names: tuple[str, ...], default: Any) -> Any:
+        value = self.raw(*names)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.source}: {' or '.join(names)} is missing")
+        return value

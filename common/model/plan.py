@@ -1,0 +1,64 @@
+"""Everything about one batch that is the same in every layer, worked out once.
+
+Shape suffixes: T tokens of the batch, N logits wanted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.kv.store import KVStore, SlotArray, slots_of
+from common.model.attention import QueryGroup, plan_groups
+from common.model.batch import Chunk
+from common.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """Tokens of a batch in computing order, where their K and V go, and what each attends to."""
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    #: Query groups by sliding window.
+    groups: dict[int | None, list[QueryGroup]]
+    #: Rows of the batch whose logits are wanted, in the order of the chunks as they were given.
+    logits_N: torch.Tensor
+    #: Rows of the batch, and their slots, whose routing is to be stored.
+    routed_tokens: SlotArray
+    routed_slots: SlotArray
+
+
+def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore) -> ForwardPlan:
+    """Puts single-token chunks first, longest sequence first, as `plan_groups` wants them."""
+    assert all(chunk.token_ids for chunk in chunks), "a chunk has no tokens"
+    order = sorted(range(len(chunks)), key=lambda i: (len(chunks[i].token_ids) > 1, -chunks[i].end))
+    ordered = [chunks[i] for i in order]
+    ends = np.cumsum([len(chunk.token_ids) for chunk in ordered])
+    slots = [slots_of(chunk.blocks, chunk.start, chunk.end, store.layout.block_size) for chunk in ordered]
+    tokens_of = [np.arange(end - len(chunk.token_ids), end) for chunk, end in zip(ordered, ends, strict=True)]
+    routed = [i for i, chunk in enumerate(ordered) if chunk.wants_rows]
+    last_token = {original: int(end) - 1 for original, end in zip(order, ends, strict=True)}
+    device = store.kv_L2SGD.device
+    return ForwardPlan(
+        token_ids_T=_tensor(np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in ordered]), device),
+        positions_T=_tensor(np.concatenate([np.arange(chunk.start, chunk.end) for chunk in ordered]), device),
+        slots_T=_tensor(np.concatenate(slots), device),
+        groups={
+            window: plan_groups(ordered, config.num_heads, window, store.layout, store.kv_L2SGD.shape[2], device)
+            for window in set(config.sliding_windows)
+        },
+        logits_N=torch.tensor([last_token[i] for i, c in enumerate(chunks) if c.wants_logits], device=device).long(),
+        routed_tokens=_joined([tokens_of[i] for i in routed]),
+        routed_slots=_joined([slots[i] for i in routed]),
+    )
+
+
+def _joined(parts: list[SlotArray]) -> SlotArray:
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _tensor(values: SlotArray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values).to(device)
