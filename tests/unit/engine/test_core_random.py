@@ -1,0 +1,140 @@
+"""Random arrivals, ends and pool sizes: whatever happens to a request, what it was told is its solo run."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.engine.request import EngineRequest, RequestId, Work
+from common.errors import InvalidRequestError
+from common.sampling import FinishReason, SampledToken, SamplingParams
+from tests.unit.engine.rig import CoreRig, Transcript, copy_slots, limits, solo
+
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 12),
+    min_tokens=st.integers(0, 3),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_p=st.sampled_from([0.8, 1.0]),
+    top_k=st.sampled_from([0, 5]),
+    seed=st.integers(0, 3),
+    stop_token_ids=st.sampled_from([frozenset[int](), frozenset({5, 9, 20})]),
+    ignore_eos=st.booleans(),
+    logprobs=st.sampled_from([None, 2]),
+)
+PROMPTS = st.lists(st.integers(0, 49), min_size=1, max_size=20)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """WHOLE, PREFILL and DECODE requests on one small engine; a solo run plays the far side of each handoff."""
+
+    @initialize(num_blocks=st.integers(6, 20), budget=st.integers(1, 12), seats=st.integers(1, 5))
+    def build(self, num_blocks: int, budget: int, seats: int) -> None:
+        self.rig = CoreRig(num_blocks=num_blocks, bounds=limits(max_num_batched_tokens=budget, max_num_seqs=seats))
+        self.cancelled: set[RequestId] = set()
+        self.count = 0
+
+    @rule(prompt=PROMPTS, sampling=SAMPLING, start=st.sampled_from([None, 0, 1]), work=st.sampled_from(Work))
+    def submit(self, prompt: list[int], sampling: SamplingParams, start: int | None, work: Work) -> None:
+        self.count += 1
+        request = EngineRequest(RequestId(f"r{self.count}"), prompt, sampling, start, work)
+        if -(-request.num_slots // 4) > self.rig.pool.num_usable_blocks:
+            self._expect_refusal(request)
+        else:
+            self.rig.submit(request)
+
+    def _expect_refusal(self, request: EngineRequest) -> None:
+        try:
+            self.rig.submit(request)
+        except InvalidRequestError:
+            return
+        raise AssertionError("a request that can never fit was let in")
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.rig.step()
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), silently=st.booleans())
+    def end(self, data: st.DataObject, silently: bool) -> None:
+        transcript = data.draw(st.sampled_from(self.live()))
+        name = transcript.request.request_id
+        if silently:
+            self.rig.cancel(name)
+            self.cancelled.add(name)
+        else:
+            self.rig.core.abort(name)
+            self.rig.deliver()
+
+    @precondition(lambda self: self.leased())
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        """Another engine computed a prompt: its KV, rows and first token arrive."""
+        transcript = data.draw(st.sampled_from(self.leased()))
+        request = transcript.request
+        far = CoreRig(bounds=limits(max_num_batched_tokens=data.draw(st.integers(1, 20))))
+        there = far.submit(
+            EngineRequest(request.request_id, request.prompt, request.sampling, request.routing_start, Work.PREFILL)
+        )
+        far.run()
+        copy_slots(far, self.rig, request.request_id, 0, len(request.prompt))
+        for advance in there.advances:
+            self.rig.core.advance_handoff(request.request_id, advance.computed)
+        self.rig.core.commit_handoff(request.request_id, first_token_of(there))
+        self.rig.deliver()
+
+    @invariant()
+    def is_consistent(self) -> None:
+        if self.count:
+            assert self.rig.core.check_invariants() == []
+
+    def live(self) -> list[Transcript]:
+        everybody = self.rig.transcripts.values()
+        return [t for t in everybody if not t.ended and t.request.request_id not in self.cancelled]
+
+    def leased(self) -> list[Transcript]:
+        return [t for t in self.live() if t.request.work is Work.DECODE and t.blocks and not t.tokens]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.finish_everything()
+        for transcript in self.rig.transcripts.values():
+            check_against_solo(transcript, complete=transcript.request.request_id not in self.cancelled)
+        self.rig.assert_baseline()
+
+    def finish_everything(self) -> None:
+        """Serves what can be served; then lets go of what waits for another engine, until nothing is left."""
+        self.rig.run()
+        while held := [t for t in self.live() if t.request.work is not Work.WHOLE and t.blocks]:
+            for transcript in held:
+                self.rig.cancel(transcript.request.request_id)
+                self.cancelled.add(transcript.request.request_id)
+            self.rig.run()
+
+
+def first_token_of(transcript: Transcript) -> SampledToken:
+    first = transcript.advances[-1].first_token
+    assert first is not None
+    return first
+
+
+def check_against_solo(transcript: Transcript, *, complete: bool) -> None:
+    """Everything told is a prefix of the solo run, and all of it if the request ended by itself."""
+    expected = solo(transcript.request)
+    assert transcript.error is None
+    if transcript.request.work is Work.PREFILL:
+        for advance in transcript.advances:
+            assert advance.first_token in (None, expected.tokens[0])
+        return
+    assert tuple(transcript.tokens) == expected.tokens[: len(transcript.tokens)]
+    if expected.rows_TLK is not None and transcript.rows_TLK is not None:
+        assert transcript.rows_TLK.tolist() == expected.rows_TLK[: len(transcript.rows_TLK)].tolist()
+    if complete and transcript.finish and transcript.finish.reason is not FinishReason.ABORT:
+        transcript.assert_equals(expected)
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

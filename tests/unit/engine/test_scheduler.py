@@ -1,0 +1,166 @@
+"""Who is admitted when, and what each round computes."""
+
+import pytest
+
+from common.engine.request import RequestId, Work
+from common.engine.scheduler import ScheduledBatch, Scheduler
+from common.engine.sequence import Phase, SequenceState
+from common.kv.pool import BlockPool
+from tests.unit.engine.rig import greedy, limits, make_request
+
+
+class Bench:
+    """A scheduler with a pool of `num_blocks` usable blocks of four tokens, and steps that compute nothing."""
+
+    def __init__(self, *, num_blocks: int = 32, budget: int = 8, seats: int = 8) -> None:
+        self.pool = BlockPool(num_blocks + 1)
+        self.scheduler = Scheduler(self.pool, limits(max_num_batched_tokens=budget, max_num_seqs=seats), block_size=4)
+
+    def add(self, name: str, num_prompt: int, max_tokens: int = 4, work: Work = Work.WHOLE) -> None:
+        self.scheduler.add(make_request(name, [5] * num_prompt, greedy(max_tokens), work=work))
+
+    def admit(self) -> list[str]:
+        return [s.request.request_id for s in self.scheduler.admit()]
+
+    def plan(self) -> list[tuple[str, int, int]]:
+        """One round as (name, start, end), then booked as if it had been computed."""
+        self.admit()
+        batch = self.scheduler.schedule()
+        planned = [(c.sequence.request.request_id, c.start, c.end) for c in batch.chunks] if batch else []
+        if batch:
+            self._book(batch)
+        assert self.scheduler.check_invariants() == []
+        return [(str(name), start, end) for name, start, end in planned]
+
+    def _book(self, batch: ScheduledBatch) -> None:
+        for chunk in batch.chunks:
+            samples, sequence = chunk.samples, chunk.sequence
+            sequence.num_computed = chunk.end
+            if samples:
+                sequence.token_ids.append(7)
+                self._move_on(sequence)
+
+    def _move_on(self, sequence: SequenceState) -> None:
+        if sequence.request.work is Work.PREFILL:
+            self.scheduler.hold(sequence)
+        elif sequence.num_generated == sequence.request.sampling.max_tokens:
+            self.scheduler.remove(sequence)
+        else:
+            self.scheduler.start_decoding(sequence)
+
+    def sequence(self, name: str) -> SequenceState:
+        found = self.scheduler.find(RequestId(name))
+        assert found is not None
+        return found
+
+
+def test_decodes_come_first_then_prompt_chunks_in_order() -> None:
+    bench = Bench(budget=8)
+    bench.add("a", 3)
+    assert bench.plan() == [("a", 0, 3)]
+    bench.add("b", 10)
+    bench.add("c", 4)
+    assert bench.plan() == [("a", 3, 4), ("b", 0, 7)]
+    assert bench.plan() == [("a", 4, 5), ("b", 7, 10), ("c", 0, 4)]
+    assert bench.plan() == [("a", 5, 6), ("b", 10, 11), ("c", 4, 5)]
+
+
+def test_a_budget_of_one_token_finishes_everything() -> None:
+    bench = Bench(budget=1)
+    bench.add("a", 3, max_tokens=2)
+    bench.add("b", 1, max_tokens=1)
+    rounds = [bench.plan() for _ in range(6)]
+    assert rounds == [[("a", 0, 1)], [("a", 1, 2)], [("a", 2, 3)], [("a", 3, 4)], [("b", 0, 1)], []]
+
+
+def test_all_blocks_are_taken_at_admission() -> None:
+    bench = Bench(num_blocks=8)
+    bench.add("a", 6, max_tokens=4)
+    bench.add("p", 6, max_tokens=4, work=Work.PREFILL)
+    bench.add("d", 6, max_tokens=4, work=Work.DECODE)
+    assert bench.admit() == ["a", "p", "d"]
+    assert [len(bench.sequence(n).blocks) for n in "apd"] == [3, 2, 3]
+    assert bench.sequence("d").phase is Phase.LEASED
+
+
+def test_the_line_waits_for_blocks_and_nobody_overtakes() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add("a", 8, max_tokens=5)
+    bench.add("large", 8, max_tokens=9)
+    bench.add("small", 1, max_tokens=1)
+    assert bench.admit() == ["a"]
+    bench.scheduler.remove(bench.sequence("a"))
+    assert bench.admit() == ["large"]
+    bench.scheduler.remove(bench.sequence("large"))
+    assert bench.admit() == ["small"]
+
+
+@pytest.mark.parametrize(("budget", "seats"), [(8, 2), (2, 8)])
+def test_seats_are_bounded_by_the_setting_and_by_the_budget(budget: int, seats: int) -> None:
+    bench = Bench(budget=budget, seats=seats)
+    for name in "abc":
+        bench.add(name, 1, max_tokens=2)
+    assert bench.admit() == ["a", "b"]
+    assert [name for name, _, _ in bench.plan()] == ["a", "b"]
+    assert [name for name, _, _ in bench.plan()] == ["a", "b"]
+    assert bench.plan() == [("c", 0, 1)]
+
+
+def test_a_prompt_progresses_beside_a_full_house_of_decodes() -> None:
+    bench = Bench(budget=3, seats=3)
+    for name in "ab":
+        bench.add(name, 1, max_tokens=20)
+    bench.plan()
+    bench.add("late", 3)
+    assert [bench.plan()[2] for _ in range(3)] == [("late", 0, 1), ("late", 1, 2), ("late", 2, 3)]
+
+
+def test_a_lease_keeps_its_seat_and_is_never_scheduled() -> None:
+    bench = Bench(seats=1)
+    bench.add("d", 3, work=Work.DECODE)
+    bench.add("a", 3)
+    assert bench.plan() == []
+    leased = bench.sequence("d")
+    leased.num_computed = 3
+    leased.token_ids.append(9)
+    bench.scheduler.start_decoding(leased)
+    assert bench.plan() == [("d", 3, 4)]
+
+
+def test_a_held_prefill_keeps_its_blocks_but_not_its_seat() -> None:
+    bench = Bench(num_blocks=2, seats=1)
+    bench.add("p", 4, work=Work.PREFILL)
+    bench.add("q", 4, work=Work.PREFILL)
+    assert bench.plan() == [("p", 0, 4)]
+    assert bench.plan() == [("q", 0, 4)]
+    assert bench.scheduler.load().handoffs == 2
+    assert bench.pool.num_free == 0
+
+
+def test_removing_returns_the_blocks_that_became_free() -> None:
+    bench = Bench()
+    bench.add("a", 6)
+    bench.add("waiting", 120)
+    bench.admit()
+    a, waiting = bench.sequence("a"), bench.sequence("waiting")
+    assert bench.scheduler.remove(waiting) == []
+    assert bench.scheduler.remove(a) == list(a.blocks)
+    assert bench.scheduler.live == []
+    assert bench.pool.num_used == 0
+
+
+def test_invariants_name_what_is_broken() -> None:
+    bench = Bench()
+    bench.add("a", 6)
+    bench.plan()
+    sequence = bench.sequence("a")
+    sequence.num_computed = 2
+    assert bench.scheduler.check_invariants() == [
+        "sequence 'a' is decoding with 2 computed of 6 prompt and 1 generated tokens"
+    ]
+    sequence.num_computed = 6
+    sequence.phase = Phase.LEASED
+    assert "sequence 'a' is leased, which whole work never is" in bench.scheduler.check_invariants()
+    sequence.phase = Phase.DECODING
+    bench.pool.release(sequence.blocks[:1])
+    assert f"block {sequence.blocks[0]} has 0 references but 1 holders" in bench.scheduler.check_invariants()
