@@ -13,7 +13,7 @@ from common.errors import STARTUP_EXIT_CODE, ConfigError, MoerelayError, Startup
 COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("deploy.up", "start a cluster on this machine"),
     "generate": ("deploy.generate", "stream one completion and show its routing"),
-    "verify": ("deploy.verify", "check a running cluster bytewise against solo runs"),
+    "verify": ("deploy.verify.command", "check a running cluster bytewise against solo runs"),
     "make-model": ("deploy.make_model", "write a seeded random checkpoint"),
     "version": ("deploy.version", "print the version"),
 }

@@ -23,7 +23,9 @@ _FORCED_EXIT_CODE = 1
 class LocalCluster:
     """One run of a plan; `group` owns the processes and must outlive it."""
 
-    def __init__(self, plan: ClusterPlan, group: ProcessGroup, stdout: TextIO, exit_grace_s: float = EXIT_GRACE_S) -> None:
+    def __init__(
+        self, plan: ClusterPlan, group: ProcessGroup, stdout: TextIO, exit_grace_s: float = EXIT_GRACE_S
+    ) -> None:
         self._plan = plan
         self._group = group
         self._stdout = stdout

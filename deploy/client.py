@@ -1,0 +1,129 @@
+"""HTTP client of a running cluster, for the commands. Answers keep their wire form, errors become MoerelayErrors."""
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import numpy as np
+
+from common.errors import HTTP_TABLE, InternalError, MoerelayError, UnavailableError, WorkerLostError
+from common.routing.codec import base642numpy
+from common.routing.record import RoutingArray
+from deploy.sse import SseDecoder
+
+Json = dict[str, Any]
+
+GENERATE_PATH = "/inference/v1/generate"
+
+_CLASS_BY_TYPE = {kind: cls for cls, (_, kind) in reversed(HTTP_TABLE.items())}
+#: A generation may take long; a peer that does not even accept the connection, or falls silent, is another matter.
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=300.0)
+
+
+class ClusterClient:
+    """Talks to the router at `url`; at most `max_connections` requests at a time."""
+
+    def __init__(self, url: str, max_connections: int = 100) -> None:
+        self._url = url
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(limit=self._max_connections)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def get(self, path: str) -> Json:
+        """A JSON object. Raises MoerelayError."""
+        with self._failures():
+            async with self._session.get(self._url + path) as response:
+                return await _json_of(response)
+
+    async def generate(self, body: Mapping[str, Any]) -> Json:
+        """One answer without streaming. Raises MoerelayError, of the class that the router names."""
+        with self._failures():
+            async with self._session.post(self._url + GENERATE_PATH, json=body) as response:
+                return await _json_of(response)
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[Json]:
+        """The events of one stream, up to [DONE].
+
+        Raises:
+            MoerelayError: the router refused the request, or ended the stream in an error.
+            WorkerLostError: the stream ended without [DONE].
+        """
+        with self._failures():
+            async with self._session.post(self._url + GENERATE_PATH, json={**body, "stream": True}) as response:
+                if response.status != HTTPStatus.OK:
+                    await _json_of(response)
+                async for payload in _payloads(response.content):
+                    event: Json = json.loads(payload)
+                    if "error" in event:
+                        raise _error_of(event["error"])
+                    yield event
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turns aiohttp's errors into ours."""
+        try:
+            yield
+        except aiohttp.ClientConnectorError as error:
+            raise UnavailableError(f"nothing answers at {self._url}: {error.strerror or error}") from error
+        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+            raise WorkerLostError(f"the answer of {self._url} broke off: {error or type(error).__name__}") from error
+
+
+async def _payloads(content: aiohttp.StreamReader) -> AsyncIterator[str]:
+    """Payloads up to [DONE]. aiohttp's own line reader gives up on long lines, so bytes are cut here."""
+    decoder = SseDecoder()
+    async for data in content.iter_any():
+        for payload in decoder.feed(data):
+            if payload == "[DONE]":
+                return
+            yield payload
+    raise WorkerLostError("the stream ended without [DONE]")
+
+
+async def _json_of(response: aiohttp.ClientResponse) -> Json:
+    """The body of a 2xx answer; the error of any other."""
+    text = await response.text()
+    if response.status == HTTPStatus.OK:
+        body: Json = json.loads(text)
+        return body
+    try:
+        error = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError):
+        raise InternalError(f"HTTP {response.status} from {response.url}: {text[:200]}") from None
+    raise _error_of(error)
+
+
+def _error_of(detail: Mapping[str, Any]) -> MoerelayError:
+    cls = _CLASS_BY_TYPE.get(str(detail.get("type")), InternalError)
+    return cls(str(detail.get("message")), param=detail.get("param"))
+
+
+def decode_rows(text: str) -> RoutingArray:
+    """The array behind one `routed_experts` value. Raises InternalError if it is not one."""
+    try:
+        array: Any = base642numpy(text)
+    except ValueError as error:
+        raise InternalError(f"routed_experts is not base64 of an .npy file: {error}") from error
+    if array.ndim != 3:
+        raise InternalError(f"routed_experts has shape {array.shape}, not (positions, layers, experts per token)")
+    rows: RoutingArray = array
+    return rows
+
+
+def join_rows(arrays: Sequence[RoutingArray]) -> RoutingArray:
+    """At least one array, one below the other."""
+    dtype: np.dtype[np.unsignedinteger] | np.dtype[np.int32] = arrays[0].dtype
+    return np.concatenate(arrays, dtype=dtype)

@@ -1,0 +1,52 @@
+"""`moerelay make-model`: writes a seeded random checkpoint in Hugging Face form, with a tokenizer."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import ConfigError
+from deploy.arguments import ArgumentParser, integer
+
+Override = bool | int | float | str | list[object] | None
+
+
+def override(text: str) -> tuple[str, Override]:
+    """'num_experts=257' → ("num_experts", 257). Values are JSON; what is no JSON is a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, e.g. num_experts=257")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser("moerelay make-model", "Write a seeded random checkpoint in Hugging Face form.")
+    parser.add_argument("--family", required=True, help="model_type, e.g. qwen3_moe or mixtral")
+    parser.add_argument("--preset", choices=("tiny", "bench"), default="tiny", help="sizes (default: %(default)s)")
+    parser.add_argument("--seed", type=integer(0), default=0, help="default: %(default)s")
+    parser.add_argument(
+        "--set",
+        type=override,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="a value of config.json instead of the preset's, e.g. num_experts=257 or mlp_only_layers=[0]; repeatable",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not hold anything yet")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    out: Path = arguments.out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists and is not an empty directory")
+    from common.model.synthesize import synthesize
+
+    synthesize(arguments.family, arguments.preset, arguments.seed, dict(arguments.overrides), out)
+    print(out)
+    return 0

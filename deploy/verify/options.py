@@ -1,0 +1,51 @@
+"""Command line of `moerelay verify`. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.arguments import ArgumentParser, integer, url
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """The command line."""
+
+    url: str
+    model: str
+    requests: int = 200
+    concurrency: int = 16
+    seed: int = 0
+    oracle: str = "solo"
+    max_prompt: int = 500
+    max_output: int = 64
+    dump: Path | None = None
+
+
+def _parser() -> ArgumentParser:
+    defaults = VerifyOptions(url="", model="")
+    parser = ArgumentParser("moerelay verify", "Check a running cluster bit for bit against solo runs computed here.")
+    parser.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
+    parser.add_argument("--model", required=True, help="the checkpoint that the cluster serves")
+    for name, minimum, text in (
+        ("requests", 1, "number of random requests"),
+        ("concurrency", 1, "requests in flight"),
+        ("seed", 0, "names the requests: the same seed sends the same ones"),
+        ("max-prompt", 1, "longest prompt in tokens"),
+        ("max-output", 1, "most tokens to generate"),
+    ):
+        default = getattr(defaults, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=integer(minimum), default=default, help=f"{text} (default: {default})")
+    parser.add_argument(
+        "--oracle",
+        choices=("solo", "transformers"),
+        default=defaults.oracle,
+        help="transformers: also compare expert choices with its fp32 model; counted in fp32, reported in bf16",
+    )
+    parser.add_argument("--dump", type=Path, help="write digests of every answer, to compare two runs with one seed")
+    return parser
+
+
+def parse_options(argv: Sequence[str]) -> VerifyOptions:
+    """Raises ConfigError."""
+    return VerifyOptions(**vars(_parser().parse_args(argv)))
