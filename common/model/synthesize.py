@@ -1,0 +1,143 @@
+"""Writes seeded random checkpoints in the form that Hugging Face checkpoints have.
+
+The weights are drawn so that the model is no good but behaves like a real one: routers and head are scaled up, so that
+choices are clear-cut and greedy decoding does not fall into one token; norm weights and biases differ from their
+neutral values, so that leaving one out shows.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+
+from common.errors import CheckpointError, ConfigError
+from common.model.config import ModelConfig
+from common.model.families import config_from_json
+from common.model.presets import PRESETS, synthetic_config
+from common.model.tensors import EMBEDDING, LM_HEAD, Shape, checkpoint_tensors
+from common.model.tokenizer_training import BOS_ID, MIN_VOCAB_SIZE, PAD_ID, write_tokenizer
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def synthesize(
+    family: str,
+    preset: str,
+    seed: int,
+    overrides: Mapping[str, Any],
+    out: Path,
+    *,
+    shard_bytes: int | None = None,
+) -> None:
+    """Writes a checkpoint with a tokenizer into `out`; the same arguments give the same bytes.
+
+    Args:
+        family: a key of `FAMILIES`.
+        preset: a key of `PRESETS`.
+        seed: not negative.
+        overrides: config.json values that replace the preset's, e.g. {"num_experts": 257}.
+        out: a directory that does not exist yet or is empty.
+        shard_bytes: largest safetensors file, instead of the preset's.
+
+    Raises:
+        ConfigError: an argument is wrong; the message says which and why.
+    """
+    values = synthetic_config(family, preset, overrides)
+    config = _check(values, seed)
+    _make_empty(out)
+    _write_weights(out, config, seed, shard_bytes or PRESETS[preset].shard_bytes)
+    write_tokenizer(out, config.vocab_size, config.max_position_embeddings)
+    generation = {"bos_token_id": BOS_ID, "eos_token_id": values["eos_token_id"], "pad_token_id": PAD_ID}
+    _write_json(out / "generation_config.json", generation)
+    # Last, so that a checkpoint whose making was interrupted is not taken for a whole one.
+    _write_json(out / "config.json", values)
+
+
+def _check(values: dict[str, Any], seed: int) -> ModelConfig:
+    if seed < 0:
+        raise ConfigError(f"the seed must not be negative, got {seed}", param="seed")
+    try:
+        config = config_from_json(values, {}, source="config.json")
+    except CheckpointError as error:
+        raise ConfigError(f"these values make no model: {error.message}", param="set") from error
+    if config.vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(
+            f"vocab_size is {config.vocab_size}, but a byte-level tokenizer needs {MIN_VOCAB_SIZE}", param="set"
+        )
+    if config.dtype not in _DTYPES:
+        raise ConfigError(f"torch_dtype is {config.dtype!r}; choose one of {', '.join(_DTYPES)}", param="set")
+    return config
+
+
+def _make_empty(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        occupied = any(out.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}", param="out") from error
+    if occupied:
+        raise ConfigError(f"{out} is not empty; choose another directory or remove it first", param="out")
+
+
+def _write_weights(out: Path, config: ModelConfig, seed: int, shard_bytes: int) -> None:
+    shapes = checkpoint_tensors(config)
+    dtype = _DTYPES[config.dtype]
+    shards = list(_plan_shards(shapes, dtype.itemsize, shard_bytes))
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
+        tensors = {name: torch.from_numpy(_draw(name, shapes[name], config, seed)).to(dtype) for name in names}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        (out / file).chmod(0o644)  # safetensors makes it readable by its owner only
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize
+        _write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _plan_shards(shapes: Mapping[str, Shape], itemsize: int, shard_bytes: int) -> Iterator[list[str]]:
+    """Names in checkpoint order, cut before a file would outgrow `shard_bytes`; no file is empty."""
+    shard: list[str] = []
+    filled = 0
+    for name, shape in shapes.items():
+        size = int(np.prod(shape)) * itemsize
+        if shard and filled + size > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(name)
+        filled += size
+    yield shard
+
+
+def _draw(name: str, shape: Shape, config: ModelConfig, seed: int) -> FloatArray:
+    """Values of one tensor; they depend on the seed, the name and the shape, not on what was drawn before."""
+    random = np.random.default_rng([seed, *name.encode()])
+    values = random.standard_normal(shape, np.float32)
+    if name.endswith("norm.weight"):
+        return 1 + np.float32(0.1) * values
+    return np.float32(_scale(name, shape, config)) * values
+
+
+def _scale(name: str, shape: Shape, config: ModelConfig) -> float:
+    """Standard deviation of a tensor's values."""
+    if name.endswith(".bias"):
+        return 0.1
+    if name.endswith(".gate.weight"):  # a router: logits of standard deviation 2
+        return 2.0 / math.sqrt(config.hidden_size)
+    if name == LM_HEAD or (name == EMBEDDING and config.tie_word_embeddings):
+        return 3.0 / math.sqrt(config.hidden_size)
+    if name == EMBEDDING:
+        return 1.0
+    return 1.0 / math.sqrt(shape[-1])
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
