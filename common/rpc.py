@@ -1,5 +1,7 @@
 """What every gRPC server and client of moerelay shares: limits, keepalive, and errors that keep their class."""
 
+from __future__ import annotations
+
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn

@@ -1,0 +1,1 @@
+"""The HTTP API in front of prefill and decode workers."""

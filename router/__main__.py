@@ -1,0 +1,26 @@
+"""`python -m router`: the HTTP API in front of prefill and decode workers."""
+
+import asyncio
+import sys
+
+from common.config import RouterSettings, load_settings
+from common.errors import STARTUP_EXIT_CODE, StartupError
+
+
+def main() -> None:
+    """Exit code 0 after a drain, 2 when the router cannot start."""
+    try:
+        settings = load_settings(RouterSettings, sys.argv[1:], prog="python -m router")
+        # Late, so that --help and a wrong flag answer at once.
+        from common.log import configure_logging
+        from router.server import serve
+
+        configure_logging(settings, process="router")
+        asyncio.run(serve(settings))
+    except StartupError as error:
+        print(f"router: {error.message}", file=sys.stderr)
+        sys.exit(STARTUP_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()

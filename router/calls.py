@@ -1,0 +1,37 @@
+"""Calls to workers: errors that name the worker, and a task group whose failure is a plain exception."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from common.errors import WorkerLostError
+from common.rpc import grpc_errors
+
+
+@contextmanager
+def worker_errors(worker_id: str) -> Iterator[None]:
+    """Turns whatever a call to a worker raises into a MoerelayError.
+
+    A server that stops answers live calls with status CANCELLED, which grpc.aio reports as if this task had been
+    cancelled; unconverted, it would look like a client that left.
+    """
+    try:
+        with grpc_errors():
+            yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise WorkerLostError(f"worker {worker_id} cancelled the call") from error
+    except WorkerLostError as error:
+        raise WorkerLostError(f"worker {worker_id} went away: {error.message}") from error
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An asyncio.TaskGroup that raises its first failure itself instead of wrapping it in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None

@@ -1,0 +1,48 @@
+"""Sampling defaults of the checkpoint (generation_config.json); neutral where it says nothing."""
+
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.errors import ConfigError
+
+FILE = "generation_config.json"
+
+
+class SamplingDefaults(BaseModel):
+    """What a request gets for a sampling field it leaves out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+
+
+def load_defaults(model: str | None, *, ignore: bool) -> SamplingDefaults:
+    """Reads the checkpoint's generation_config.json, unless told to ignore it or there is none.
+
+    Raises:
+        ConfigError: `model` is no directory, the file is broken, or it asks for a penalty that is not supported.
+    """
+    if model is None or ignore:
+        return SamplingDefaults()
+    folder = Path(model)
+    if not folder.is_dir():
+        raise ConfigError(f"--model {model} is not a directory; the router needs a local checkpoint directory")
+    if not (folder / FILE).exists():
+        return SamplingDefaults()
+    try:
+        raw = json.loads((folder / FILE).read_bytes())
+        defaults = SamplingDefaults.model_validate({k: v for k, v in dict(raw).items() if v is not None})
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{folder / FILE}: {error}; fix it or start with --ignore-generation-config") from error
+    if defaults.repetition_penalty != 1.0:
+        raise ConfigError(
+            f"{folder / FILE} sets repetition_penalty {defaults.repetition_penalty}, which is not supported; "
+            "start with --ignore-generation-config"
+        )
+    return defaults

@@ -1,0 +1,50 @@
+"""Every error as the JSON body that clients expect."""
+
+from aiohttp import web
+
+from common.errors import (
+    HTTP_TABLE,
+    MoerelayError,
+    NotFoundError,
+    OverloadedError,
+    PayloadTooLargeError,
+    UnavailableError,
+)
+from router.schemas import ErrorDetail, ErrorResponse
+
+#: Seconds after which a refused client may try again: a few heartbeats.
+RETRY_AFTER_S = 1
+
+
+def status_of(error: MoerelayError) -> tuple[int, str]:
+    """HTTP status and error type of the nearest class in HTTP_TABLE."""
+    return next(HTTP_TABLE[cls] for cls in type(error).__mro__ if cls in HTTP_TABLE)
+
+
+def error_body(error: MoerelayError) -> bytes:
+    """The JSON object that describes `error`."""
+    status, kind = status_of(error)
+    return _body(status, kind, error.message, error.param)
+
+
+def error_response(error: MoerelayError) -> web.Response:
+    """The HTTP answer to a request that failed before its first byte."""
+    retry = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, OverloadedError | UnavailableError) else None
+    status, _ = status_of(error)
+    return web.Response(status=status, body=error_body(error), content_type="application/json", headers=retry)
+
+
+def _body(status: int, kind: str, message: str, param: str | None = None) -> bytes:
+    detail = ErrorDetail(message=message, type=kind, param=param, code=status)
+    return ErrorResponse(error=detail).model_dump_json().encode()
+
+
+def aiohttp_response(error: web.HTTPException, request: web.Request) -> web.Response:
+    """aiohttp's own refusals (unknown route, wrong method, large body) in our form."""
+    if isinstance(error, web.HTTPNotFound):
+        return error_response(NotFoundError(f"no such route: {request.path}"))
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return error_response(PayloadTooLargeError("the request body is larger than --max-body-bytes"))
+    body = _body(error.status, "MethodNotAllowedError" if error.status == 405 else "BadRequestError", error.reason)
+    allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+    return web.Response(status=error.status, body=body, content_type="application/json", headers=allow)

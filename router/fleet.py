@@ -1,0 +1,166 @@
+"""All configured workers: heartbeats, who may be paired with whom, and which pair takes the next choice."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+
+import structlog
+
+from common.config import RouterSettings
+from common.errors import UnavailableError
+from common.pb import types_pb2, worker_pb2
+from router.pairing import differences, misfit
+from router.placement import Candidate, choose
+from router.worker import Failure, Side, Worker
+from router.worker_state import State
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The workers of one choice; `prefill` is None when the decode worker computes the prompt itself."""
+
+    decode: Worker
+    prefill: Worker | None
+
+    @contextmanager
+    def serving(self, failure: Failure) -> Iterator[None]:
+        """For as long as a choice depends on both; `failure` is set if one is lost meanwhile."""
+        with self.decode.serving(failure), self.prefill.serving(failure) if self.prefill else nullcontext():
+            yield
+
+
+class Fleet:
+    """The first decode worker in the configuration that lives is the reference: whoever differs from it is refused."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._ticks = count(1)
+        sides: list[tuple[Side, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
+        self.workers: Sequence[Worker] = [
+            Worker(
+                address,
+                side,
+                max_message_bytes=settings.max_message_bytes,
+                silence_limit_s=settings.heartbeat_timeout_s,
+            )
+            for side, addresses in sides
+            for address in addresses
+        ]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keeps the heartbeats going; closes every channel at the end."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                beats = [group.create_task(self._watch(worker)) for worker in self.workers]
+                try:
+                    yield
+                finally:
+                    for beat in beats:
+                        beat.cancel()
+        finally:
+            await asyncio.gather(*(worker.close() for worker in self.workers))
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            before = worker.state
+            await worker.heartbeat(self._settings.heartbeat_timeout_s)
+            if worker.state is not before:
+                log.info("worker_state", worker=worker.id, address=worker.address, state=worker.state)
+            self.review()
+            await asyncio.sleep(self._settings.heartbeat_interval_s)
+
+    def review(self) -> None:
+        """Decides anew who is refused, and says so when it changes."""
+        reference = self._reference()
+        for worker in self.workers:
+            reason = self._refusal(worker, reference)
+            if reason and reason != worker.refused:
+                log.error("worker_refused", worker=worker.id, address=worker.address, reason=reason)
+            worker.refused = reason
+
+    def _refusal(self, worker: Worker, reference: worker_pb2.WorkerStatus | None) -> str | None:
+        if worker.status is None:
+            return None
+        routing_wanted = self._settings.enable_return_routed_experts
+        own = worker.role_mismatch() or misfit(worker.status, routing_wanted=routing_wanted)
+        if own or reference is None:
+            return own
+        return "; ".join(differences(reference, worker.status)) or None
+
+    def _reference(self) -> worker_pb2.WorkerStatus | None:
+        alive = (w for w in self.workers if w.side == "decode" and w.state is not State.DEAD)
+        return next((worker.status for worker in alive if worker.status), None)
+
+    def model(self) -> types_pb2.ModelDescription:
+        """The model that requests are checked against. Raises UnavailableError if no pair can serve it."""
+        decode, _ = self._candidates()
+        return self._described(decode[0]).model
+
+    def can_serve(self) -> bool:
+        """Whether `pick` would find a pair."""
+        return bool(self._usable_decode())
+
+    def known_model(self) -> types_pb2.ModelDescription | None:
+        """The model of the reference worker, usable or not; None before any decode worker has answered."""
+        reference = self._reference()
+        return reference.model if reference else None
+
+    def exact(self) -> bool:
+        """Whether every usable worker promises bitwise equality."""
+        return all(self._described(worker).exact for worker in self.workers if worker.usable)
+
+    def pick(self) -> Pair:
+        """The pair for one choice.
+
+        Raises:
+            UnavailableError: no pair of healthy workers that fit; the message says what is missing.
+        """
+        decode, prefill = self._candidates()
+        chosen = self._choose(decode)
+        return Pair(chosen, None if _prefills_itself(chosen) else self._choose(prefill))
+
+    def _candidates(self) -> tuple[list[Worker], list[Worker]]:
+        """Decode workers that may take a choice (at least one), and prefill workers for those that need one."""
+        decode = self._usable_decode()
+        if not decode:
+            raise UnavailableError(f"no healthy pair of workers: {self._what_is_missing()}")
+        return decode, self._usable_prefill()
+
+    def _usable_prefill(self) -> list[Worker]:
+        return [w for w in self.workers if w.side == "prefill" and w.usable]
+
+    def _usable_decode(self) -> list[Worker]:
+        prefill = self._usable_prefill()
+        return [w for w in self.workers if w.side == "decode" and w.usable and (prefill or _prefills_itself(w))]
+
+    def _choose(self, workers: Sequence[Worker]) -> Worker:
+        by_address = {worker.address: worker for worker in workers}
+        chosen = by_address[choose([Candidate(w.address, w.load, w.last_used) for w in workers])]
+        chosen.last_used = next(self._ticks)
+        return chosen
+
+    def _what_is_missing(self) -> str:
+        if not self.workers:
+            return "none is configured (--prefill, --decode)"
+        return "; ".join(self._complaints()) or "no prefill worker is configured and no decode worker has role both"
+
+    def _complaints(self) -> Iterator[str]:
+        for worker in self.workers:
+            if worker.state is not State.HEALTHY:
+                yield f"{worker.side} worker {worker.id} is {worker.state}"
+            elif worker.refused:
+                yield f"{worker.side} worker {worker.id} is refused: {worker.refused}"
+
+    @staticmethod
+    def _described(worker: Worker) -> worker_pb2.WorkerStatus:
+        assert worker.status is not None, "a usable worker has answered a heartbeat"
+        return worker.status
+
+
+def _prefills_itself(worker: Worker) -> bool:
+    return worker.status is not None and worker.status.role == types_pb2.ROLE_BOTH

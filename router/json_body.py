@@ -1,0 +1,69 @@
+"""Request bodies: strict JSON into strict models, and errors that name the field."""
+
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from common.errors import InvalidRequestError
+from router.schemas import RequestModel
+
+#: Names of unknown fields that have been logged; bounded, because clients choose them.
+MAX_LOGGED_NAMES = 256
+
+ModelT = TypeVar("ModelT", bound=RequestModel)
+
+log = structlog.get_logger()
+
+
+class UnknownFields:
+    """Logs each unknown field's name once in the life of the process."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, raw: dict[str, Any], model: BaseModel) -> None:
+        """Compares `raw` with the fields of the model it became, and its nested objects likewise."""
+        for name in raw.keys() - type(model).model_fields.keys():
+            if len(self._seen) < MAX_LOGGED_NAMES and name[:64] not in self._seen:
+                self._seen.add(name[:64])
+                log.warning("unknown_field_ignored", field=name[:64], schema=type(model).__name__)
+        for name in type(model).model_fields:
+            if isinstance(inner := getattr(model, name), BaseModel):
+                self.note(raw[name], inner)
+
+
+async def read_body(request: web.Request, cls: type[ModelT], unknown: UnknownFields) -> ModelT:
+    """Parses and validates the body.
+
+    Raises:
+        InvalidRequestError: not JSON (NaN and Infinity are not), or a field is wrong.
+        web.HTTPRequestEntityTooLarge: over the application's limit.
+    """
+    return parse_body(await request.read(), cls, unknown)
+
+
+def parse_body(body: bytes, cls: type[ModelT], unknown: UnknownFields) -> ModelT:
+    """The pure part of `read_body`."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    try:
+        model = cls.model_validate(raw)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
+    unknown.note(raw, model)
+    return model
+
+
+def _invalid(error: ErrorDetails) -> InvalidRequestError:
+    """`sampling_params.top_p` is named `top_p`; `token_ids[3]` is named `token_ids`."""
+    path = ".".join(str(part) for part in error["loc"])
+    names = [str(part) for part in error["loc"] if part not in ("sampling_params", "stream_options")] or [path]
+    return InvalidRequestError(f"{path}: {error['msg']}", param=names[0])

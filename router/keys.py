@@ -1,0 +1,32 @@
+"""What handlers find in the application, typed."""
+
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from common.config import RouterSettings
+from router.fleet import Fleet
+from router.json_body import UnknownFields
+from router.live import LiveRequests
+from router.metrics import RouterMetrics
+from router.pipeline import Pipeline
+from router.validate import Planner
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """How the model is called, and where it came from."""
+
+    name: str
+    root: str | None
+    created: int
+
+
+SETTINGS = web.AppKey("settings", RouterSettings)
+MODEL = web.AppKey("model", ServedModel)
+FLEET = web.AppKey("fleet", Fleet)
+LIVE = web.AppKey("live", LiveRequests)
+PLANNER = web.AppKey("planner", Planner)
+PIPELINE = web.AppKey("pipeline", Pipeline)
+METRICS = web.AppKey("metrics", RouterMetrics)
+UNKNOWN_FIELDS = web.AppKey("unknown_fields", UnknownFields)

@@ -1,0 +1,79 @@
+"""The requests that are being served, by id: no id twice, abort from outside, and the wait for none to be left."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from common.errors import DuplicateRequestError, MoerelayError, UnavailableError
+from router.fleet import Pair
+from router.worker import Failure, fail
+
+
+@dataclass(frozen=True, slots=True)
+class LiveChoice:
+    """A choice that workers know about (or are about to)."""
+
+    request_id: str
+    pair: Pair
+    failure: Failure
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """One request between its first and its last byte. Once `aborted`, no further choice is opened."""
+
+    request_id: str
+    aborted: bool = False
+    choices: dict[str, LiveChoice] = field(default_factory=dict)
+
+    @contextmanager
+    def serving(self, choice: LiveChoice) -> Iterator[None]:
+        """For as long as workers serve the choice."""
+        self.choices[choice.request_id] = choice
+        try:
+            yield
+        finally:
+            del self.choices[choice.request_id]
+
+
+class LiveRequests:
+    """Every live request of this router."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, LiveRequest] = {}
+        #: Once set, live requests go on and new ones are refused.
+        self.draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @contextmanager
+    def register(self, request_id: str) -> Iterator[LiveRequest]:
+        """Raises DuplicateRequestError if a live request has this id, UnavailableError while draining."""
+        if self.draining:
+            raise UnavailableError("the router is draining and takes no new requests")
+        if request_id in self._by_id:
+            raise DuplicateRequestError(f"a live request has the id {request_id!r} already", param="request_id")
+        live = self._by_id[request_id] = LiveRequest(request_id)
+        self._empty.clear()
+        try:
+            yield live
+        finally:
+            del self._by_id[request_id]
+            if not self._by_id:
+                self._empty.set()
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        return self._by_id.get(request_id)
+
+    def fail_all(self, error: MoerelayError) -> None:
+        """Ends every live request with `error`."""
+        for live in self._by_id.values():
+            for choice in live.choices.values():
+                fail(choice.failure, error)
+
+    async def wait_empty(self) -> None:
+        await self._empty.wait()

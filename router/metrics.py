@@ -1,0 +1,100 @@
+"""The router's own metrics. Names and buckets of the latencies are those that vLLM's users know."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from common.errors import InternalError, MoerelayError
+from router.errors import status_of
+from router.fleet import Fleet
+from router.worker_state import State
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+
+
+class RouterMetrics:
+    """One registry per application, so that several routers can live in one process (tests do that)."""
+
+    def __init__(self, in_flight: Callable[[], int], fleet: Fleet) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._fleet = fleet
+        gauge = Gauge("moerelay_router_in_flight", "Live requests of this router.", registry=registry)
+        gauge.set_function(in_flight)
+        self._requests = Counter(
+            "moerelay_router_requests", "Requests by how they ended.", ["endpoint", "outcome"], registry=registry
+        )
+        self._errors = Counter("moerelay_router_errors", "Failed requests by error type.", ["type"], registry=registry)
+        self._prompt_tokens = Counter("moerelay_prompt_tokens", "Prompt tokens of requests.", registry=registry)
+        self._generation_tokens = Counter("moerelay_generation_tokens", "Tokens sent to clients.", registry=registry)
+        self._ttft = _histogram("time_to_first_token", "Arrival to first token.", TTFT_BUCKETS, registry)
+        self._itl = _histogram("inter_token_latency", "Time between tokens of a choice.", ITL_BUCKETS, registry)
+        self._e2e = _histogram("e2e_request_latency", "Arrival to the end of the answer.", E2E_BUCKETS, registry)
+        labels = ["worker", "role"]
+        self._up = Gauge("moerelay_worker_up", "1 if the worker is healthy.", labels, registry=registry)
+        self._refused = Gauge("moerelay_worker_refused", "1 if the worker does not fit.", labels, registry=registry)
+
+    def refresh(self) -> None:
+        """Takes over what the fleet knows; called before every exposition."""
+        self._up.clear()
+        self._refused.clear()
+        for worker in self._fleet.workers:
+            self._up.labels(worker.id, worker.side).set(worker.state is State.HEALTHY)
+            self._refused.labels(worker.id, worker.side).set(worker.refused is not None)
+
+    @contextmanager
+    def request(self, endpoint: str) -> Iterator["RequestClock"]:
+        """Around one request: counts how it ended and how long it took."""
+        clock = RequestClock(self._ttft, self._itl)
+        outcome = "error"
+        try:
+            yield clock
+            outcome = clock.outcome
+        except MoerelayError as error:
+            self._errors.labels(status_of(error)[1]).inc()
+            raise
+        except (ConnectionResetError, asyncio.CancelledError):
+            outcome = "client_left"
+            raise
+        except BaseException:
+            self._errors.labels(status_of(InternalError(""))[1]).inc()
+            raise
+        finally:
+            self._requests.labels(endpoint, outcome).inc()
+            self._e2e.observe(time.monotonic() - clock.started_at)
+            self._prompt_tokens.inc(clock.num_prompt_tokens)
+            self._generation_tokens.inc(clock.num_tokens)
+
+
+class RequestClock:
+    """Times the tokens of one request; choices are told apart by their index."""
+
+    def __init__(self, ttft: Histogram, itl: Histogram) -> None:
+        self._ttft = ttft
+        self._itl = itl
+        self._last_at: dict[int, float] = {}
+        self.started_at = time.monotonic()
+        self.outcome = "finished"
+        self.num_prompt_tokens = 0
+        self.num_tokens = 0
+
+    def tokens(self, choice: int, num_tokens: int) -> None:
+        """Some tokens of a choice have arrived together."""
+        if not num_tokens:
+            return
+        now = time.monotonic()
+        last = self._last_at.get(choice)
+        if last is None:
+            self._ttft.observe(now - self.started_at)
+        else:
+            self._itl.observe((now - last) / num_tokens)
+        self._last_at[choice] = now
+        self.num_tokens += num_tokens
+
+
+def _histogram(name: str, documentation: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"moerelay_{name}_seconds", documentation, buckets=buckets, registry=registry)

@@ -1,0 +1,132 @@
+"""GET endpoints: health, readiness, models, the cluster, metrics, version, OpenAPI."""
+
+from importlib.metadata import version
+from typing import Literal
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from common.errors import UnavailableError
+from common.pb import types_pb2, worker_pb2
+from router.exposition import exposition
+from router.fleet import Fleet
+from router.keys import FLEET, LIVE, METRICS, MODEL, SETTINGS
+from router.openapi import document_json
+from router.schemas import (
+    ClusterView,
+    HealthResponse,
+    LiveResponse,
+    ModelCard,
+    ModelList,
+    RouterView,
+    VersionResponse,
+    WorkerView,
+)
+from router.worker import Worker
+
+VERSION = version("moerelay")
+
+_ROLES: dict[types_pb2.Role.ValueType, Literal["prefill", "decode", "both"]] = {
+    types_pb2.ROLE_PREFILL: "prefill",
+    types_pb2.ROLE_DECODE: "decode",
+    types_pb2.ROLE_BOTH: "both",
+}
+
+
+async def live(_: web.Request) -> web.Response:
+    """200 while the process runs."""
+    return _json(LiveResponse(status="ok"))
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while a pair of workers can serve, draining or not. Raises UnavailableError otherwise."""
+    fleet = request.app[FLEET]
+    fleet.model()
+    return _json(HealthResponse(status="ok", exact=fleet.exact()))
+
+
+async def ready(request: web.Request) -> web.Response:
+    """As `health`, and 503 from the moment the router drains."""
+    if request.app[LIVE].draining:
+        raise UnavailableError("the router is draining")
+    return await health(request)
+
+
+async def models(request: web.Request) -> web.Response:
+    served = request.app[MODEL]
+    known = request.app[FLEET].known_model()
+    card = ModelCard(
+        id=served.name,
+        object="model",
+        created=served.created,
+        owned_by="moerelay",
+        root=served.root,
+        parent=None,
+        max_model_len=known.max_model_len if known else None,
+    )
+    return _json(ModelList(object="list", data=[card]))
+
+
+async def cluster(request: web.Request) -> web.Response:
+    app = request.app
+    router = RouterView(
+        in_flight=len(app[LIVE]),
+        draining=app[LIVE].draining,
+        ready=not app[LIVE].draining and app[FLEET].can_serve(),
+        model=app[MODEL].name,
+        version=VERSION,
+    )
+    return _json(ClusterView(router=router, workers=_views(app[FLEET])))
+
+
+async def metrics(request: web.Request) -> web.Response:
+    own = request.app[METRICS]
+    own.refresh()
+    text = await exposition(own.registry, request.app[FLEET], request.app[SETTINGS].heartbeat_timeout_s)
+    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def show_version(_: web.Request) -> web.Response:
+    return _json(VersionResponse(version=VERSION))
+
+
+async def openapi(_: web.Request) -> web.Response:
+    return web.Response(text=document_json(), content_type="application/json")
+
+
+def _json(answer: BaseModel) -> web.Response:
+    return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
+
+
+def _views(fleet: Fleet) -> list[WorkerView]:
+    return [_view(worker, worker.status) if worker.status else _unheard(worker) for worker in fleet.workers]
+
+
+def _view(worker: Worker, status: worker_pb2.WorkerStatus) -> WorkerView:
+    return WorkerView(
+        id=worker.id,
+        role=_ROLES.get(status.role),
+        address=worker.address,
+        pid=status.pid,
+        state=worker.state,
+        refused=worker.refused,
+        running=status.load.running,
+        waiting=status.load.waiting,
+        handoffs=status.load.handoffs,
+        kv_blocks_used=status.load.kv_blocks_used,
+        kv_blocks_cached=status.load.kv_blocks_cached,
+        kv_blocks_total=status.load.kv_blocks_total,
+        weight_version=status.model.weight_version,
+        exact=status.exact,
+        instance_id=status.instance_id,
+        numerics=status.model.numerics,
+        fingerprint=status.model.fingerprint,
+    )
+
+
+def _unheard(worker: Worker) -> WorkerView:
+    """A worker that has never answered: its address and side are all that is known."""
+    unknown = dict.fromkeys(WorkerView.model_fields)
+    return WorkerView.model_validate(
+        unknown | {"id": worker.id, "role": worker.side, "address": worker.address, "state": worker.state}
+    )

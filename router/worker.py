@@ -1,0 +1,114 @@
+"""One worker as the router knows it: its channel, its heartbeats, and the choices that depend on it."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, Never
+
+import grpc
+
+from common.errors import MoerelayError, WorkerLostError
+from common.pb import decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from common.rpc import channel_options
+from router.calls import worker_errors
+from router.worker_state import State, WorkerState
+
+Side = Literal["prefill", "decode"]
+
+#: A choice's way to be told from outside that it failed. Never gets a result.
+Failure = asyncio.Future[Never]
+
+_SIDE_OF_ROLE: dict[types_pb2.Role.ValueType, Side] = {
+    types_pb2.ROLE_PREFILL: "prefill",
+    types_pb2.ROLE_DECODE: "decode",
+    types_pb2.ROLE_BOTH: "decode",
+}
+
+
+class Worker:
+    """Owns the gRPC channel. `side` is where the configuration lists the worker; its own role must agree."""
+
+    def __init__(self, address: str, side: Side, *, max_message_bytes: int, silence_limit_s: float) -> None:
+        self.address = address
+        self.side = side
+        self.channel = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+        self.control: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(self.channel)
+        self.prefill: prefill_pb2_grpc.PrefillAsyncStub = prefill_pb2_grpc.PrefillStub(self.channel)
+        self.decode: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channel)
+        #: The last answer to a heartbeat; None until there was one.
+        self.status: worker_pb2.WorkerStatus | None = None
+        #: Why the worker is not used although it lives; set by the fleet.
+        self.refused: str | None = None
+        self.last_used = 0
+        self._state = WorkerState(silence_limit_s)
+        self._dependents: set[Failure] = set()
+        self._dependents_at_heartbeat = 0
+
+    @property
+    def id(self) -> str:
+        return self.status.worker_id if self.status else self.address
+
+    @property
+    def state(self) -> State:
+        return self._state.at(time.monotonic())
+
+    @property
+    def usable(self) -> bool:
+        return self.status is not None and self.refused is None and self.state is State.HEALTHY
+
+    @property
+    def load(self) -> int:
+        """Choices placed by this router, plus what the last heartbeat says of other routers' choices."""
+        if self.status is None:
+            return len(self._dependents)
+        reported = self.status.load.running + self.status.load.waiting
+        return len(self._dependents) + max(0, reported - self._dependents_at_heartbeat)
+
+    def role_mismatch(self) -> str | None:
+        """Why the worker cannot serve on the side that lists it."""
+        if self.status is None or _SIDE_OF_ROLE.get(self.status.role) == self.side:
+            return None
+        return f"is listed under --{self.side} and says its role is {types_pb2.Role.Name(self.status.role)}"
+
+    async def heartbeat(self, timeout_s: float) -> None:
+        """Asks the worker for its state; a failure counts against it."""
+        try:
+            with worker_errors(self.id):
+                status = await self.control.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
+        except MoerelayError as error:
+            self._state.missed()
+            if self.state is State.DEAD:
+                self._fail_dependents(f"worker {self.id} is lost: {error.message}")
+            return
+        if self.status is not None and self.status.instance_id != status.instance_id:
+            self._fail_dependents(f"worker {self.id} was restarted")
+        self.status = status
+        self._dependents_at_heartbeat = len(self._dependents)
+        self._state.heard(time.monotonic(), draining=status.draining)
+
+    def suspect(self) -> None:
+        """A request found the worker gone: it gets no other until the next heartbeat is answered."""
+        self._state.suspect()
+
+    @contextmanager
+    def serving(self, failure: Failure) -> Iterator[None]:
+        """For as long as a choice depends on this worker; `failure` is set if the worker is lost meanwhile."""
+        self._dependents.add(failure)
+        try:
+            yield
+        finally:
+            self._dependents.discard(failure)
+
+    async def close(self) -> None:
+        await self.channel.close()
+
+    def _fail_dependents(self, message: str) -> None:
+        for failure in self._dependents:
+            fail(failure, WorkerLostError(message))
+
+
+def fail(failure: Failure, error: MoerelayError) -> None:
+    """Sets the failure unless the choice has failed or ended already."""
+    if not failure.done():
+        failure.set_exception(error)

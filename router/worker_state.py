@@ -1,0 +1,47 @@
+"""Whether a worker can be used, from its heartbeats alone. Sans-I/O; time is an argument, in seconds of any clock."""
+
+from enum import StrEnum
+
+#: Failed heartbeats in a row after which a worker counts as dead. One may be an accident; a process that is gone
+#: refuses the second one at once, a frozen one lets it time out.
+MISSES_UNTIL_DEAD = 2
+
+
+class State(StrEnum):
+    """The values are those of /cluster."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    DRAINING = "draining"
+
+
+class WorkerState:
+    """Starts dead: a worker that never answered cannot be used."""
+
+    def __init__(self, silence_limit_s: float) -> None:
+        self._silence_limit_s = silence_limit_s
+        self._misses = MISSES_UNTIL_DEAD
+        self._heard_at = float("-inf")
+        self._draining = False
+
+    def heard(self, now: float, *, draining: bool) -> None:
+        """A heartbeat was answered."""
+        self._misses = 0
+        self._heard_at = now
+        self._draining = draining
+
+    def missed(self) -> None:
+        """A heartbeat failed or timed out."""
+        self._misses += 1
+
+    def suspect(self) -> None:
+        """A request found the worker gone. Many requests may do so at once, so this alone never makes it dead."""
+        self._misses = max(self._misses, 1)
+
+    def at(self, now: float) -> State:
+        if self._misses >= MISSES_UNTIL_DEAD:
+            return State.DEAD
+        if self._misses or now - self._heard_at > self._silence_limit_s:
+            return State.SUSPECT
+        return State.DRAINING if self._draining else State.HEALTHY

@@ -1,0 +1,277 @@
+"""Workers without an engine: real gRPC servers on loopback that speak proto/ and follow a script.
+
+Tokens and rows are functions of the request, so a test can compute by itself what an answer must hold:
+token `i` of choice `c` is `(sum(prompt) + 7 * i + c) % vocab`, and row `t` of layer `l` is `(t + l + k) % experts`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import MoerelayError
+from common.messages import sampling_from_pb
+from common.pb import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from common.rpc import PROTOCOL_VERSION, ErrorInterceptor, channel_options
+from common.sampling import finish_after
+
+Context = grpc.aio.ServicerContext[Any, Any]
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+
+def description(**changes: Any) -> types_pb2.ModelDescription:
+    """A tiny model: 2 layers, 8 experts, 2 per token, 300 ids, context 128, end of sequence 2."""
+    values: dict[str, Any] = {
+        "family": "qwen3_moe",
+        "fingerprint": "f00d",
+        "weight_version": "7",
+        "dtype": "float32",
+        "numerics": "fake",
+        "num_layers": 2,
+        "num_experts": 8,
+        "top_k": 2,
+        "vocab_size": 300,
+        "max_model_len": 128,
+        "block_size": 16,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "routing_dtype": "uint8",
+        "routing_enabled": True,
+        "eos_token_ids": [2],
+    }
+    return types_pb2.ModelDescription(**values | changes)
+
+
+def expected_tokens(prompt: Sequence[int], num_tokens: int, choice: int = 0, vocab: int = 300) -> list[int]:
+    return [(sum(prompt) + 7 * i + choice) % vocab for i in range(num_tokens)]
+
+
+def expected_rows(first: int, end: int, model: types_pb2.ModelDescription) -> npt.NDArray[np.generic]:
+    """Rows of positions [first, end): [end - first, L, K] in the model's dtype."""
+    grid = np.arange(first, end)[:, None, None] + np.arange(model.num_layers)[:, None] + np.arange(model.top_k)
+    return (grid % model.num_experts).astype(model.routing_dtype)
+
+
+@dataclass
+class Script:
+    """What the fakes do beside answering. Events let a test decide when things happen."""
+
+    model: types_pb2.ModelDescription = field(default_factory=description)
+    #: Tokens per chunk; the last chunk may have fewer.
+    chunk_tokens: int = 1
+    #: Prompt rows per chunk without tokens; 0 sends them with the first token.
+    prompt_chunk: int = 0
+    #: Tokens after which decode waits for `release`.
+    hold_after: int | None = None
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Tokens after which decode raises `decode_error`, or ends its stream without a finish reason if that is None.
+    break_after: int | None = None
+    decode_error: MoerelayError | None = None
+    #: Rows dropped from the last chunk.
+    missing_rows: int = 0
+    #: What prefill raises, once `prefill_go` is set.
+    prefill_error: MoerelayError | None = None
+    prefill_go: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Logprob that every token gets if the request asks for logprobs.
+    logprob: float = -0.5
+    exposition: str = ""
+
+    def __post_init__(self) -> None:
+        self.prefill_go.set()
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
+    """One worker of any role. Records what it was asked and how calls ended."""
+
+    def __init__(self, worker_id: str, role: types_pb2.Role.ValueType, script: Script) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.script = script
+        self.instance_id = f"{worker_id}-1"
+        self.draining = False
+        self.protocol_version = PROTOCOL_VERSION
+        self.address = ""
+        self.decode_requests: list[decode_pb2.GenerateRequest] = []
+        self.prefill_requests: list[prefill_pb2.PrefillRequest] = []
+        self.abort_requests: list[str] = []
+        self.num_chunks = 0
+        #: Ids whose call was cancelled from outside.
+        self.cancelled: list[str] = []
+        self.live: dict[str, asyncio.Event] = {}
+        self.changed = asyncio.Condition()
+
+    async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.WorkerStatus:
+        return worker_pb2.WorkerStatus(
+            worker_id=self.worker_id,
+            instance_id=self.instance_id,
+            role=self.role,
+            pid=4242,
+            address=self.address,
+            exact=True,
+            draining=self.draining,
+            model=self.script.model,
+            load=worker_pb2.WorkerLoad(running=len(self.live), kv_blocks_used=3, kv_blocks_total=64),
+            protocol_version=self.protocol_version,
+        )
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortReply:
+        self.abort_requests.append(request.request_id)
+        aborted = self.live.get(request.request_id)
+        if aborted is not None:
+            aborted.set()
+        return worker_pb2.AbortReply(found=aborted is not None)
+
+    async def Metrics(self, request: worker_pb2.MetricsRequest, context: Context) -> worker_pb2.MetricsReply:
+        return worker_pb2.MetricsReply(exposition=self.script.exposition.encode())
+
+    async def Generate(  # type: ignore[override]  # a coroutine that writes to its context
+        self, request: decode_pb2.GenerateRequest, context: Context
+    ) -> None:
+        self.decode_requests.append(request)
+        async with self._serving(request.request_id) as aborted:
+            if request.prefill_site == decode_pb2.PREFILL_SITE_REMOTE:
+                lease = prefill_pb2.Lease(transfer_id=1, endpoint="inproc://fake")
+                await context.write(decode_pb2.GenerateEvent(lease=lease))
+            for chunk in _chunks(request, self.script):
+                await self._hold(chunk.first_token, aborted)
+                if aborted.is_set():
+                    await context.write(_event(finish_reason=types_pb2.FINISH_REASON_ABORT))
+                    return
+                if self.script.break_after is not None and chunk.first_token >= self.script.break_after:
+                    if self.script.decode_error:
+                        raise self.script.decode_error
+                    return
+                self.num_chunks += 1
+                await context.write(decode_pb2.GenerateEvent(chunk=chunk.message))
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
+        self.prefill_requests.append(request)
+        async with self._serving(request.request_id):
+            await self.script.prefill_go.wait()
+            if self.script.prefill_error:
+                raise self.script.prefill_error
+            return prefill_pb2.PrefillReply(num_computed_tokens=len(request.token_ids))
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Returns once `condition` holds; it is looked at whenever a call starts or ends."""
+        async with self.changed:
+            await asyncio.wait_for(self.changed.wait_for(condition), 10)
+
+    @asynccontextmanager
+    async def _serving(self, request_id: str) -> AsyncIterator[asyncio.Event]:
+        aborted = self.live[request_id] = asyncio.Event()
+        await self._tell()
+        try:
+            yield aborted
+        except asyncio.CancelledError:
+            self.cancelled.append(request_id)
+            raise
+        finally:
+            del self.live[request_id]
+            asyncio.get_running_loop().create_task(self._tell())  # noqa: RUF006  (a cancelled call cannot await)
+
+    async def _hold(self, first_token: int, aborted: asyncio.Event) -> None:
+        if self.script.hold_after is None or first_token < self.script.hold_after:
+            return
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.script.release, aborted)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    first_token: int
+    message: decode_pb2.TokenChunk
+
+
+def _chunks(request: decode_pb2.GenerateRequest, script: Script) -> Iterator[_Chunk]:
+    tokens, finish, stop = _tokens(request, script)
+    prompt_len, start = len(request.token_ids), request.routing.start
+    row = start
+    while script.prompt_chunk and row + script.prompt_chunk < prompt_len:
+        yield _Chunk(0, _message(request, script, [], row, row + script.prompt_chunk))
+        row += script.prompt_chunk
+    for first in range(0, len(tokens), script.chunk_tokens):
+        part = tokens[first : first + script.chunk_tokens]
+        end = prompt_len + first + len(part) - 1
+        last = first + len(part) == len(tokens)
+        message = _message(request, script, part, row, end - (script.missing_rows if last else 0))
+        row = end
+        if last:
+            message.finish_reason = finish
+            if stop is not None:
+                message.stop_token_id = stop
+        yield _Chunk(first, message)
+
+
+def _tokens(
+    request: decode_pb2.GenerateRequest, script: Script
+) -> tuple[list[int], types_pb2.FinishReason.ValueType, int | None]:
+    """The choice's tokens up to where the request's own rules end it."""
+    params = sampling_from_pb(request.sampling)
+    every = expected_tokens(request.token_ids, params.max_tokens, params.choice, script.model.vocab_size)
+    for at, token in enumerate(every, start=1):
+        end = finish_after(params, frozenset(script.model.eos_token_ids), token, at)
+        if end is not None:
+            return every[:at], types_pb2.FinishReason.Value(f"FINISH_REASON_{end.reason.upper()}"), end.stop_token_id
+    raise AssertionError("max_tokens ends every choice")
+
+
+def _message(
+    request: decode_pb2.GenerateRequest, script: Script, tokens: Sequence[int], first_row: int, end_row: int
+) -> decode_pb2.TokenChunk:
+    rows = expected_rows(first_row, end_row if request.routing.enabled else first_row, script.model)
+    return decode_pb2.TokenChunk(
+        tokens=[_token(token, request, script) for token in tokens],
+        routing_rows=rows.tobytes(),
+        num_rows=len(rows),
+        num_cached_tokens=len(request.token_ids) // 16 * 16 if tokens else 0,
+    )
+
+
+def _token(token: int, request: decode_pb2.GenerateRequest, script: Script) -> types_pb2.SampledToken:
+    if not request.sampling.HasField("logprobs"):
+        return types_pb2.SampledToken(token_id=token)
+    own = types_pb2.TokenLogprob(token_id=token, logprob=script.logprob, rank=2)
+    top = [types_pb2.TokenLogprob(token_id=i, logprob=-0.25, rank=1) for i in range(request.sampling.logprobs)]
+    return types_pb2.SampledToken(token_id=token, logprob=own, top=top)
+
+
+def _event(**fields: Any) -> decode_pb2.GenerateEvent:
+    return decode_pb2.GenerateEvent(chunk=decode_pb2.TokenChunk(**fields))
+
+
+@asynccontextmanager
+async def serving(worker: FakeWorker, address: str = "127.0.0.1:0") -> AsyncIterator[FakeWorker]:
+    """Runs the worker's gRPC server; `worker.address` is where."""
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=channel_options(MAX_MESSAGE_BYTES))
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
+    decode_pb2_grpc.add_DecodeServicer_to_server(worker, server)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server)
+    host = address.rpartition(":")[0]
+    worker.address = f"{host}:{server.add_insecure_port(address)}"
+    await server.start()
+    try:
+        yield worker
+    finally:
+        await server.stop(None)
