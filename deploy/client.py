@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import aiohttp
 import numpy as np
+import numpy.typing as npt
 
 from common.errors import HTTP_TABLE, InternalError, MoerelayError, UnavailableError, WorkerLostError
 from common.routing.codec import base642numpy
@@ -123,7 +124,7 @@ def decode_rows(text: str) -> RoutingArray:
     return rows
 
 
-def join_rows(arrays: Sequence[RoutingArray]) -> RoutingArray:
-    """At least one array, one below the other."""
-    dtype: np.dtype[np.unsignedinteger] | np.dtype[np.int32] = arrays[0].dtype
-    return np.concatenate(arrays, dtype=dtype)
+def join_rows(arrays: Sequence[npt.NDArray[Any]]) -> RoutingArray:
+    """At least one array of rows, one below the other."""
+    joined: RoutingArray = np.concatenate(arrays)
+    return joined

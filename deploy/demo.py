@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,10 +55,18 @@ def cluster(*arguments: str) -> Iterator[str]:
                 raise DemoFailedError(f"moerelay up ended with exit code {process.wait()}")
             yield ready.rpartition(" ")[2]
         finally:
-            process.send_signal(signal.SIGTERM)  # does nothing to a process that has ended
-            code = process.wait(_STOP_TIMEOUT_S)
+            code = _stop(process)
     if code != 0:
         raise DemoFailedError(f"moerelay up ended with exit code {code}")
+
+
+def _stop(process: "subprocess.Popen[str]") -> int:
+    process.send_signal(signal.SIGTERM)  # does nothing to a process that has ended
+    try:
+        return process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def demo(directory: Path) -> None:

@@ -122,7 +122,8 @@ def _print_summary(completion: Completion, console: Console) -> None:
     if rows_TLK is None:
         console.print("no routing rows: routing is switched off, or the answer has no token")
         return
-    console.print(f"routed_experts: shape {rows_TLK.shape} (positions, layers, experts per token), {rows_TLK.dtype}")
+    shape = f"shape {rows_TLK.shape} (positions, layers, experts per token), {rows_TLK.dtype}"
+    console.print(f"routed_experts: {shape}", soft_wrap=True)
     blocks = codecs.lookup(console.encoding).name.startswith("utf")
     for line in chart_lines(rows_TLK, blocks=blocks):
         console.print(line, soft_wrap=True)

@@ -41,7 +41,7 @@ async def verify(options: VerifyOptions) -> int:
             models, cluster = await client.get("/v1/models"), await client.get("/cluster")
             judge = await asyncio.get_running_loop().run_in_executor(executor, _load_judge, options, models, cluster)
             with _progress_bar(options.requests) as advance:
-                await _ask_and_judge(options, client, judge, executor, advance)
+                await ask_and_judge(options, client, judge, executor, advance)
     if options.dump is not None:
         judge.write_dump(options.dump)
     for line in judge.report():
@@ -67,7 +67,7 @@ def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-async def _ask_and_judge(
+async def ask_and_judge(
     options: VerifyOptions,
     client: ClusterClient,
     judge: "Judge",

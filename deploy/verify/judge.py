@@ -3,13 +3,15 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from common.model.hub import resolve_model
 
+from common.engine.solo import SoloResult
 from common.errors import MoerelayError
 from common.model.config import ModelConfig
 from common.model.families import parse_config
+from common.model.hub import resolve_model
 from deploy.client import Json
 from deploy.verify.answer import Answer
 from deploy.verify.cases import Case, CaseLimits
@@ -20,10 +22,19 @@ from deploy.verify.solo_oracle import Served, SoloOracle
 from deploy.verify.transformers_oracle import Agreement, TransformersOracle
 
 
+class Oracle(Protocol):
+    """Knows the answer to every case; `dtype` is what it computes in."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def answer(self, case: Case) -> SoloResult: ...
+
+
 class Judge:
     """Compares answers with the solo oracle, and with transformers if there is one."""
 
-    def __init__(self, limits: CaseLimits, solo: SoloOracle, transformers: TransformersOracle | None) -> None:
+    def __init__(self, limits: CaseLimits, solo: Oracle, transformers: TransformersOracle | None) -> None:
         self.limits = limits
         self.findings = Findings()
         self._solo = solo

@@ -1,0 +1,58 @@
+"""`moerelay generate` against a router over real HTTP."""
+
+import asyncio
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from common.errors import ConfigError, InvalidRequestError, UnavailableError, WorkerLostError
+from deploy.generate import generate
+from tests.fakes.arithmetic_model import ArithmeticRouter, reply_to
+
+
+async def output_of(router: ArithmeticRouter, prompt: str | list[int], **sampling: Any) -> list[str]:
+    file = io.StringIO()
+    async with router.running() as url:
+        assert await generate(url, prompt, sampling, None, Console(file=file, width=60)) == 0
+    return file.getvalue().splitlines()
+
+
+async def test_tokens_then_shape_then_one_line_per_layer() -> None:
+    tokens, counts, shape, *layers = await output_of(ArithmeticRouter(64), [5, 6, 7], max_tokens=4)
+    assert tokens.split() == [str(i) for i in reply_to([5, 6, 7], 4, 0, False).token_ids]
+    assert counts == "3 prompt tokens + 4 generated, finish_reason length"
+    assert shape == "routed_experts: shape (6, 2, 2) (positions, layers, experts per token), uint8"
+    assert [line.split("|")[0] for line in layers] == ["layer   0 ", "layer   1 "]
+
+
+async def test_nothing_is_coloured_in_a_file() -> None:
+    assert not any("\x1b" in line for line in await output_of(ArithmeticRouter(64), [1], max_tokens=2))
+
+
+async def test_a_stream_that_breaks_off_is_an_error() -> None:
+    router = ArithmeticRouter(64)
+    router.break_after = 2
+    with pytest.raises(WorkerLostError, match="ended without"):
+        await output_of(router, [1], max_tokens=4)
+
+
+async def test_the_servers_refusal_keeps_its_class_and_field() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await output_of(ArithmeticRouter(64), [999], max_tokens=1)
+    assert caught.value.param == "token_ids"
+
+
+async def test_text_without_a_tokenizer_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="--token-ids"):
+        await output_of(ArithmeticRouter(64), "hello", max_tokens=1)
+
+
+async def test_a_server_that_is_not_there_is_one_sentence() -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(UnavailableError, match=f"nothing answers at http://127.0.0.1:{port}"):
+        await generate(f"http://127.0.0.1:{port}", [1], {}, None, Console(file=io.StringIO()))
