@@ -1,0 +1,275 @@
+"""Which blocks a decode worker (D) has reserved for which handoff, and what may still be written into them. Sans-I/O.
+
+Life of a lease: OPEN → gone when the handoff is complete, or when it ends early and nothing is being written;
+OPEN → DRAINING → gone when it ends early during a write: its blocks are not free before that write has returned.
+Messages that carry the number or generation of a lease that is not open are discarded and counted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from common.handoff.messages import Abort, Chunk, Close, FailureKind, Generation, Renew, TransferId
+from common.kv.pool import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRef:
+    """A lease as the prefill worker gets to know it, through the router."""
+
+    transfer_id: TransferId
+    generation: Generation
+    endpoint: str
+    #: Leading prompt tokens whose KV and rows the decode worker has already (whole blocks).
+    num_cached_tokens: int
+    #: Seconds without progress after which either side gives up.
+    timeout_s: float
+    #: Process of the decode worker that granted the lease.
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a lease ended early, as a kind and a sentence."""
+
+    kind: FailureKind
+    reason: str
+
+
+class LeaseState(Enum):
+    """Whether the lease accepts messages."""
+
+    OPEN = auto()
+    #: Ended early during a write; the write's end removes it.
+    DRAINING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One handoff on its way in. `blocks` are all blocks of the sequence; those of cached tokens are only read."""
+
+    transfer_id: TransferId
+    generation: Generation
+    request_id: str
+    blocks: Sequence[BlockId]
+    num_cached: int
+    num_tokens: int
+    routing: bool
+    deadline: float
+    #: Positions [0, position) are cached or received.
+    position: int
+    next_seq: int = 0
+    #: Connection that sends this handoff; the first message binds it.
+    peer: bytes | None = None
+    writing: bool = False
+    state: LeaseState = LeaseState.OPEN
+    #: Set when the lease ended early; None too when it was revoked, of which its owner knows.
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteChunk:
+    """The chunk fits: write it, then call `finish_write`."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The handoff is complete; the lease is gone and its blocks belong to the request."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The sender is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The message ends the lease, which is gone; `lease.failure` says why."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """The message belongs to no open lease of its sender."""
+
+    reason: str
+
+
+Verdict = WriteChunk | Completed | Renewed | Failed | Discarded
+
+
+class LeaseBook:
+    """All leases of one decode worker. One owner thread; the caller finishes a write before the lease's next message.
+
+    Args:
+        token_bytes, row_bytes: what one token's KV and routing row occupy in a payload.
+        max_chunk_bytes: payload that one chunk may carry; the credit, since a chunk must fit into it.
+        timeout_s: how long a lease lives without progress.
+    """
+
+    def __init__(
+        self, *, token_bytes: int, row_bytes: int, block_size: int, max_chunk_bytes: int, timeout_s: float
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.num_discarded = 0
+        self._token_bytes = token_bytes
+        self._row_bytes = row_bytes
+        self._block_size = block_size
+        self._max_chunk_bytes = max_chunk_bytes
+        self._leases: dict[TransferId, Lease] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(
+        self,
+        request_id: str,
+        blocks: Sequence[BlockId],
+        *,
+        num_tokens: int,
+        num_cached: int,
+        routing: bool,
+        generation: Generation,
+        now: float,
+    ) -> Lease:
+        """Reserves `blocks` for positions [num_cached, num_tokens). `num_cached` is a multiple of the block size."""
+        assert 0 <= num_cached <= num_tokens <= len(blocks) * self._block_size, "the blocks do not cover the prompt"
+        assert num_cached % self._block_size == 0, "only whole blocks are cached"
+        self._last_id += 1
+        lease = Lease(
+            transfer_id=TransferId(self._last_id),
+            generation=generation,
+            request_id=request_id,
+            blocks=tuple(blocks),
+            num_cached=num_cached,
+            num_tokens=num_tokens,
+            routing=routing,
+            deadline=now + self.timeout_s,
+            position=num_cached,
+        )
+        self._leases[lease.transfer_id] = lease
+        return lease
+
+    def find(self, transfer_id: TransferId) -> Lease | None:
+        """The lease, open or draining."""
+        return self._leases.get(transfer_id)
+
+    def receive(self, message: Renew | Chunk | Close | Abort, peer: bytes, now: float) -> Verdict:
+        """Judges one message and changes the lease accordingly. Payloads have not been looked at yet."""
+        lease = self._leases.get(message.transfer_id)
+        if lease is None or lease.generation != message.generation or lease.state is not LeaseState.OPEN:
+            self.num_discarded += 1
+            return Discarded(f"no lease {message.transfer_id} of this generation is open; it ended or never was")
+        if lease.peer not in (None, peer):
+            self.num_discarded += 1
+            return Discarded(f"lease {message.transfer_id} is used by another connection")
+        assert not lease.writing, "a message was handed in during the lease's own write"
+        lease.peer = peer
+        lease.deadline = now + self.timeout_s
+        if isinstance(message, Renew):
+            return Renewed()
+        if isinstance(message, Chunk):
+            return self._on_chunk(lease, message)
+        if isinstance(message, Close):
+            return self._on_close(lease, message)
+        return self._failed(lease, FailureKind.ABORTED, f"the prefill worker gave up: {message.reason}")
+
+    def _on_chunk(self, lease: Lease, chunk: Chunk) -> Verdict:
+        violation = self._violation(lease, chunk)
+        if violation:
+            return self._failed(lease, FailureKind.CORRUPT, f"chunk {chunk.seq} {violation}")
+        lease.next_seq += 1
+        lease.writing = True
+        return WriteChunk(lease)
+
+    def _violation(self, lease: Lease, chunk: Chunk) -> str | None:
+        if chunk.seq != lease.next_seq:
+            return f"arrived where chunk {lease.next_seq} belongs"
+        if chunk.start != lease.position or not chunk.start < chunk.end <= lease.num_tokens:
+            return (
+                f"covers [{chunk.start}, {chunk.end}) but must start at {lease.position} and end by {lease.num_tokens}"
+            )
+        num_tokens = chunk.end - chunk.start
+        expected = (num_tokens * self._token_bytes, num_tokens * self._row_bytes if lease.routing else 0)
+        if (chunk.kv_bytes, chunk.rows_bytes) != expected:
+            return f"declares {chunk.kv_bytes} + {chunk.rows_bytes} bytes where {expected[0]} + {expected[1]} belong"
+        if sum(expected) > self._max_chunk_bytes:
+            return f"has {sum(expected)} bytes, more than the credit of {self._max_chunk_bytes}"
+        return None
+
+    def _on_close(self, lease: Lease, close: Close) -> Verdict:
+        if close.num_chunks != lease.next_seq or lease.position != lease.num_tokens:
+            reason = (
+                f"the closing message follows {lease.next_seq} chunks up to position {lease.position}, "
+                f"but {close.num_chunks} chunks up to {lease.num_tokens} belong before it"
+            )
+            return self._failed(lease, FailureKind.CORRUPT, reason)
+        del self._leases[lease.transfer_id]
+        return Completed(lease)
+
+    def _failed(self, lease: Lease, kind: FailureKind, reason: str) -> Failed:
+        self.end(lease, Failure(kind, reason))
+        return Failed(lease)
+
+    def finish_write(self, lease: Lease, end: int, now: float) -> bool:
+        """A write has returned: positions up to `end` are there. False: the lease ended meanwhile and is gone now."""
+        assert lease.writing, "no write was under way"
+        lease.writing = False
+        if lease.state is LeaseState.DRAINING:
+            del self._leases[lease.transfer_id]
+            return False
+        lease.position = end
+        lease.deadline = now + self.timeout_s
+        return True
+
+    def end(self, lease: Lease, failure: Failure | None) -> bool:
+        """Ends an open lease early. True: it is gone; False: a write is under way and `finish_write` removes it."""
+        assert lease.state is LeaseState.OPEN, "the lease ended before"
+        lease.failure = failure
+        if lease.writing:
+            lease.state = LeaseState.DRAINING
+            return False
+        del self._leases[lease.transfer_id]
+        return True
+
+    def expire(self, now: float) -> list[Lease]:
+        """Ends every open lease whose deadline has passed; returns them. Those still `writing` are draining."""
+        failure = Failure(FailureKind.TIMEOUT, f"nothing arrived for {self.timeout_s:g} s")
+        return self._end_where(lambda lease: lease.deadline <= now, failure)
+
+    def lose_peer(self, peer: bytes) -> list[Lease]:
+        """Ends every open lease of a lost connection; returns them. Those still `writing` are draining."""
+        failure = Failure(FailureKind.ABORTED, "the prefill worker went away during the handoff")
+        return self._end_where(lambda lease: lease.peer == peer, failure)
+
+    def end_all(self, reason: str) -> list[Lease]:
+        """Ends every open lease; returns them. Those still `writing` are draining."""
+        return self._end_where(lambda lease: True, Failure(FailureKind.ABORTED, reason))
+
+    def _end_where(self, condition: Callable[[Lease], bool], failure: Failure) -> list[Lease]:
+        leases = [lease for lease in self._leases.values() if lease.state is LeaseState.OPEN and condition(lease)]
+        for lease in leases:
+            self.end(lease, failure)
+        return leases
+
+    def check_invariants(self) -> list[str]:
+        """Violations, one sentence each."""
+        found = []
+        writers: dict[BlockId, TransferId] = {}
+        for lease in self._leases.values():
+            name = f"lease {lease.transfer_id}"
+            if not lease.num_cached <= lease.position <= lease.num_tokens:
+                found.append(f"{name} is at position {lease.position} outside its range")
+            if lease.state is LeaseState.DRAINING and not lease.writing:
+                found.append(f"{name} drains but nothing is being written")
+            for block in lease.blocks[lease.num_cached // self._block_size :]:
+                if block in writers:
+                    found.append(f"block {block} is leased to {writers[block]} and {lease.transfer_id}")
+                writers[block] = lease.transfer_id
+        return found

@@ -1,0 +1,114 @@
+"""One transfer as the prefill worker (P) sees it: order, credit, and how it ended. Sans-I/O."""
+
+from collections.abc import Iterator
+from enum import Enum, auto
+
+from common.errors import HandoffCorruptError, HandoffError, HandoffRefusedError, HandoffTimeoutError, MoerelayError
+from common.handoff.messages import Credit, Done, FailureKind, Reject
+
+#: Chunks that one transfer may have unacknowledged: enough to keep the connection busy while the last ones are written.
+CREDIT_CHUNKS = 32
+#: Transfers between one pair of workers at a time. With the credit it bounds the queues: see `channel.HIGH_WATER_MARK`.
+MAX_TRANSFERS = 512
+#: Messages that a transfer sends beside its chunks: close or abort, and one renewal.
+CONTROL_MESSAGES = 2
+
+ERROR_OF_KIND: dict[FailureKind, type[HandoffError]] = {
+    FailureKind.REFUSED: HandoffRefusedError,
+    FailureKind.CORRUPT: HandoffCorruptError,
+    FailureKind.TIMEOUT: HandoffTimeoutError,
+    FailureKind.ABORTED: HandoffError,
+}
+
+
+class OutgoingState(Enum):
+    """Where a transfer stands."""
+
+    OPEN = auto()
+    #: The closing message is sent.
+    CLOSING = auto()
+    DONE = auto()
+    FAILED = auto()
+
+
+class OutgoingTransfer:
+    """What has been sent, what may be sent, and what the decode worker said about it.
+
+    Args:
+        start: first position to send; the decode worker has those before it.
+        credit_bytes, credit_chunks: what may be unacknowledged.
+        token_bytes: payload of one token, KV and row.
+        target_bytes: payload at which a chunk is cut.
+    """
+
+    def __init__(
+        self, *, start: int, credit_bytes: int, credit_chunks: int, token_bytes: int, target_bytes: int
+    ) -> None:
+        if token_bytes > credit_bytes:
+            raise HandoffRefusedError(
+                f"the decode worker's credit of {credit_bytes} bytes is less than one token's {token_bytes}; "
+                "raise its --handoff-credit-bytes"
+            )
+        self.position = start
+        self.state = OutgoingState.OPEN
+        self.num_chunks = 0
+        self.num_bytes = 0
+        self.error: MoerelayError | None = None
+        self._token_bytes = token_bytes
+        self._tokens_per_chunk = max(1, min(target_bytes, credit_bytes) // token_bytes)
+        self._credit_bytes, self._credit_chunks = credit_bytes, credit_chunks
+        self._unused_bytes, self._unused_chunks = credit_bytes, credit_chunks
+
+    def split(self, end: int) -> Iterator[int]:
+        """Ends of the chunks that cover [position, end), one after the other."""
+        for start in range(self.position, end, self._tokens_per_chunk):
+            yield min(start + self._tokens_per_chunk, end)
+
+    def has_credit(self, end: int) -> bool:
+        """Whether a chunk up to `end` may be sent now."""
+        return self._unused_chunks > 0 and self._cost(end) <= self._unused_bytes
+
+    def take(self, end: int) -> tuple[int, int]:
+        """Uses credit for the chunk [position, end); returns its sequence number and start."""
+        assert self.state is OutgoingState.OPEN, "the transfer has ended"
+        assert self.position < end, "a chunk holds at least one token"
+        assert self.has_credit(end), "a chunk without credit"
+        seq, start, cost = self.num_chunks, self.position, self._cost(end)
+        self._unused_bytes -= cost
+        self._unused_chunks -= 1
+        self.num_chunks += 1
+        self.num_bytes += cost
+        self.position = end
+        return seq, start
+
+    def _cost(self, end: int) -> int:
+        return (end - self.position) * self._token_bytes
+
+    def close(self) -> None:
+        """The closing message is about to be sent."""
+        assert self.state is OutgoingState.OPEN, "the transfer has ended"
+        self.state = OutgoingState.CLOSING
+
+    def on_message(self, message: Credit | Done | Reject) -> None:
+        """Applies what the decode worker said. A message that makes no sense fails the transfer."""
+        if self.state in (OutgoingState.DONE, OutgoingState.FAILED):
+            return
+        if isinstance(message, Credit):
+            self._on_credit(message)
+        elif isinstance(message, Reject):
+            self.fail(ERROR_OF_KIND[message.kind](f"the decode worker rejected the handoff: {message.reason}"))
+        elif self.state is OutgoingState.CLOSING:
+            self.state = OutgoingState.DONE
+        else:
+            self.fail(HandoffCorruptError("the decode worker acknowledged a handoff that was not closed"))
+
+    def _on_credit(self, credit: Credit) -> None:
+        self._unused_bytes += credit.num_bytes
+        self._unused_chunks += credit.num_chunks
+        if self._unused_bytes > self._credit_bytes or self._unused_chunks > self._credit_chunks:
+            self.fail(HandoffCorruptError("the decode worker returned more credit than was used"))
+
+    def fail(self, error: MoerelayError) -> None:
+        """Ends the transfer with its first error; a transfer that has ended stays as it is."""
+        if self.state not in (OutgoingState.DONE, OutgoingState.FAILED):
+            self.state, self.error = OutgoingState.FAILED, error

@@ -1,0 +1,314 @@
+"""The decode worker's (D) end of handoffs: answers prefill workers, writes what fits a lease, reports to the engine.
+
+All judgement is in `leases`; this shell does the I/O around it, one message at a time. One writer thread does the large
+copies, so that neither they nor their checksums hold up the event loop.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Protocol, Self
+
+import structlog
+
+from common.engine.request import RequestId
+from common.errors import HandoffCorruptError, HandoffError, OverloadedError, WorkerLostError
+from common.handoff.channel import Listener, PeerGone, PeerId, Received
+from common.handoff.frames import ChunkFrames, decode_from_prefill, encode
+from common.handoff.leases import (
+    Completed,
+    Discarded,
+    Failed,
+    Failure,
+    Lease,
+    LeaseBook,
+    LeaseRef,
+    LeaseState,
+    Verdict,
+    WriteChunk,
+)
+from common.handoff.messages import (
+    Abort,
+    Chunk,
+    Close,
+    Credit,
+    DecodeMessage,
+    Done,
+    FailureKind,
+    Generation,
+    HandoffIdentity,
+    Hello,
+    Ready,
+    Refuse,
+    Reject,
+    Renew,
+    TransferId,
+    first_difference,
+)
+from common.handoff.outgoing import CREDIT_CHUNKS, ERROR_OF_KIND, MAX_TRANSFERS
+from common.handoff.payload import OFFLOAD_BYTES, write_payload
+from common.kv.pool import BlockId
+from common.kv.store import KVStore
+from common.sampling import SampledToken
+
+#: Leases are checked this often within one timeout, so that an expiry is noticed at most an eighth of it late.
+EXPIRY_CHECKS_PER_TIMEOUT = 8
+
+log = structlog.get_logger()
+
+
+class HandoffHandler(Protocol):
+    """Who is told what became of a lease. Called on the event loop; must not block.
+
+    After `on_complete` and `on_failed` nothing touches the lease's blocks any more. A revoked lease makes no calls.
+    """
+
+    def on_advanced(self, request_id: RequestId, computed: int) -> None:
+        """KV and rows of positions [0, computed) are in their slots."""
+        ...
+
+    def on_complete(self, request_id: RequestId, first_token: SampledToken) -> None:
+        """The whole prompt is there, and the token that follows it."""
+        ...
+
+    def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
+        """The handoff ended early."""
+        ...
+
+
+class HandoffReceiver:
+    """Receives handoffs while it is entered as a context manager. The listener stays the caller's.
+
+    Args:
+        credit_bytes: what each transfer may have unacknowledged.
+        timeout_s: a lease without progress for this long expires.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        store: KVStore,
+        identity: HandoffIdentity,
+        *,
+        timeout_s: float,
+        credit_bytes: int,
+        handler: HandoffHandler,
+    ) -> None:
+        self.bytes_received = 0
+        self.rows_received = 0
+        #: Messages that were no messages.
+        self.num_malformed = 0
+        self._listener = listener
+        self._store = store
+        self._identity = identity
+        self._credit_bytes = credit_bytes
+        self._handler = handler
+        self._book = LeaseBook(
+            token_bytes=store.layout.token_bytes,
+            row_bytes=store.routing.row_bytes,
+            block_size=store.layout.block_size,
+            max_chunk_bytes=credit_bytes,
+            timeout_s=timeout_s,
+        )
+        #: Connections whose Hello was accepted.
+        self._peers: set[PeerId] = set()
+        #: Held while one message is handled: whoever holds it knows that no write is under way.
+        self._handling = asyncio.Lock()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handoff-write")
+        self._tasks = asyncio.TaskGroup()
+        self._running: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        self._running = [self._tasks.create_task(self._receive()), self._tasks.create_task(self._expire())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        async with self._handling:
+            await self._report(self._book.end_all("the decode worker is shutting down"))
+            for task in self._running:
+                task.cancel()
+        self._writer.shutdown()
+        await self._tasks.__aexit__(kind, error, trace)
+
+    @property
+    def num_active(self) -> int:
+        """Leases that hold blocks."""
+        return len(self._book)
+
+    @property
+    def num_discarded(self) -> int:
+        """Messages that arrived for leases that were not open."""
+        return self._book.num_discarded
+
+    def check_invariants(self) -> list[str]:
+        """Violations, one sentence each."""
+        return self._book.check_invariants()
+
+    def grant(
+        self, request_id: RequestId, blocks: Sequence[BlockId], num_tokens: int, num_cached: int, *, routing: bool
+    ) -> LeaseRef:
+        """Leases `blocks` (all of the sequence, in order) for positions [num_cached, num_tokens).
+
+        Raises:
+            OverloadedError: too many handoffs are under way.
+        """
+        if len(self._book) >= MAX_TRANSFERS:
+            raise OverloadedError(f"{MAX_TRANSFERS} handoffs are under way on this decode worker; try again later")
+        lease = self._book.grant(
+            request_id,
+            blocks,
+            num_tokens=num_tokens,
+            num_cached=num_cached,
+            routing=routing,
+            generation=Generation(secrets.randbits(64)),
+            now=time.monotonic(),
+        )
+        return LeaseRef(
+            transfer_id=lease.transfer_id,
+            generation=lease.generation,
+            endpoint=self._listener.endpoint,
+            num_cached_tokens=num_cached,
+            timeout_s=self._book.timeout_s,
+            instance_id=self._identity.instance_id,
+        )
+
+    async def revoke(self, transfer_id: TransferId) -> None:
+        """Ends a lease, if it is still there; on return nothing can write into its blocks any more."""
+        lease = self._book.find(transfer_id)
+        if lease is None:
+            return
+        if lease.state is LeaseState.OPEN:
+            self._book.end(lease, None)
+        else:
+            lease.failure = None
+        async with self._handling:
+            await self._tell(lease, FailureKind.ABORTED, "the decode worker revoked the lease")
+
+    async def _receive(self) -> None:
+        while True:
+            event = await self._listener.receive()
+            async with self._handling:
+                if isinstance(event, PeerGone):
+                    await self._drop_peer(event.peer)
+                else:
+                    await self._on_frames(event)
+            # While messages are queued nothing above waits; others on this event loop get their turn here.
+            await asyncio.sleep(0)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(self._book.timeout_s / EXPIRY_CHECKS_PER_TIMEOUT)
+            await self._report(self._book.expire(time.monotonic()))
+
+    async def _on_frames(self, received: Received) -> None:
+        peer = received.peer
+        try:
+            message = decode_from_prefill(received.frames)
+        except HandoffCorruptError as error:
+            self.num_malformed += 1
+            await self._refuse(peer, error.message)
+            return
+        if isinstance(message, Hello):
+            await self._on_hello(peer, message)
+        elif peer not in self._peers:
+            await self._refuse(peer, "the first message of a connection must be Hello")
+        elif isinstance(message, ChunkFrames):
+            await self._on_chunk(peer, message)
+        else:
+            await self._on_control(peer, message)
+
+    async def _on_hello(self, peer: PeerId, hello: Hello) -> None:
+        difference = first_difference(self._identity, hello.identity)
+        if difference:
+            await self._refuse(peer, difference)
+            return
+        self._peers.add(peer)
+        await self._send(
+            peer, Ready(identity=self._identity, credit_bytes=self._credit_bytes, credit_chunks=CREDIT_CHUNKS)
+        )
+
+    async def _refuse(self, peer: PeerId, reason: str) -> None:
+        log.warning("handoff_peer_refused", reason=reason)
+        await self._send(peer, Refuse(reason=reason))
+        await self._drop_peer(peer)
+
+    async def _drop_peer(self, peer: PeerId) -> None:
+        self._peers.discard(peer)
+        await self._report(self._book.lose_peer(peer))
+
+    async def _on_chunk(self, peer: PeerId, frames: ChunkFrames) -> None:
+        chunk = frames.header
+        verdict = self._book.receive(chunk, peer, time.monotonic())
+        if not isinstance(verdict, WriteChunk):
+            await self._settle(peer, chunk, verdict)
+            return
+        lease = verdict.lease
+        damage = await self._write(lease, frames)
+        if not self._book.finish_write(lease, chunk.end, time.monotonic()):
+            await self._report([lease])
+        elif damage:
+            self._book.end(lease, Failure(FailureKind.CORRUPT, damage))
+            await self._report([lease])
+        else:
+            await self._advance(peer, lease, chunk)
+
+    async def _write(self, lease: Lease, frames: ChunkFrames) -> str | None:
+        write = partial(write_payload, self._store, lease.blocks, frames.header, frames.kv, frames.rows)
+        if frames.kv.nbytes < OFFLOAD_BYTES:
+            return write()
+        return await asyncio.get_running_loop().run_in_executor(self._writer, write)
+
+    async def _advance(self, peer: PeerId, lease: Lease, chunk: Chunk) -> None:
+        num_bytes = chunk.kv_bytes + chunk.rows_bytes
+        self.bytes_received += num_bytes
+        self.rows_received += chunk.end - chunk.start if lease.routing else 0
+        self._handler.on_advanced(RequestId(lease.request_id), chunk.end)
+        await self._send(
+            peer,
+            Credit(transfer_id=lease.transfer_id, generation=lease.generation, num_bytes=num_bytes, num_chunks=1),
+        )
+
+    async def _on_control(self, peer: PeerId, message: Renew | Close | Abort) -> None:
+        verdict = self._book.receive(message, peer, time.monotonic())
+        if isinstance(verdict, Completed) and isinstance(message, Close):
+            self._handler.on_complete(RequestId(verdict.lease.request_id), message.first_token)
+            await self._send(peer, Done(transfer_id=message.transfer_id, generation=message.generation))
+        else:
+            await self._settle(peer, message, verdict)
+
+    async def _settle(self, peer: PeerId, message: Renew | Chunk | Close | Abort, verdict: Verdict) -> None:
+        if isinstance(verdict, Failed):
+            await self._report([verdict.lease])
+        elif isinstance(verdict, Discarded):
+            await self._send(peer, _reject(message, FailureKind.REFUSED, verdict.reason))
+
+    async def _report(self, leases: Sequence[Lease]) -> None:
+        """Tells both sides of leases that ended early; those with a write under way are told of when it returns."""
+        for lease in leases:
+            if lease.failure is None or lease.writing:
+                continue
+            kind, reason = lease.failure.kind, lease.failure.reason
+            log.warning("handoff_failed", request_id=lease.request_id, kind=kind.value, reason=reason)
+            self._handler.on_failed(RequestId(lease.request_id), ERROR_OF_KIND[kind](f"the handoff failed: {reason}"))
+            await self._tell(lease, kind, reason)
+
+    async def _tell(self, lease: Lease, kind: FailureKind, reason: str) -> None:
+        if lease.peer is not None and lease.peer in self._peers:
+            await self._send(PeerId(lease.peer), _reject(lease, kind, reason))
+
+    async def _send(self, peer: PeerId, message: DecodeMessage) -> None:
+        try:
+            await self._listener.send(peer, encode(message))
+        except WorkerLostError:
+            await self._drop_peer(peer)
+
+
+def _reject(transfer: Lease | Renew | Chunk | Close | Abort, kind: FailureKind, reason: str) -> Reject:
+    return Reject(transfer_id=transfer.transfer_id, generation=transfer.generation, kind=kind, reason=reason)

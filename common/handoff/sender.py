@@ -1,0 +1,253 @@
+"""The prefill worker's (P) end of handoffs: one connection per decode worker, any number of transfers over it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from common.errors import HandoffError, HandoffTimeoutError, MoerelayError, OverloadedError, WorkerLostError
+from common.handoff.channel import Connector
+from common.handoff.frames import TARGET_PAYLOAD_BYTES, Frame, encode
+from common.handoff.leases import LeaseRef
+from common.handoff.messages import Abort, Chunk, Close, Credit, Done, HandoffIdentity, Reject, Renew
+from common.handoff.outgoing import MAX_TRANSFERS, OutgoingState, OutgoingTransfer
+from common.handoff.payload import OFFLOAD_BYTES, Payload, read_payload
+from common.handoff.session import Session
+from common.kv.pool import BlockId
+from common.kv.store import KVStore
+from common.sampling import SampledToken
+
+#: A lease is renewed this often within its timeout, so that two renewals may be late before it expires.
+RENEWALS_PER_TIMEOUT = 4
+
+
+class Transfer:
+    """One handoff on its way out; made by `HandoffSender.transfer` and used by one task.
+
+    Every method raises what ended the transfer, once something has: HandoffTimeoutError (the decode worker made no
+    progress), HandoffRefusedError, HandoffCorruptError or HandoffError (it rejected the handoff), WorkerLostError.
+    """
+
+    def __init__(
+        self, session: Session, store: KVStore, reader: ThreadPoolExecutor, lease: LeaseRef, core: OutgoingTransfer,
+        *, routing: bool, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.lease = lease
+        self._session = session
+        self._store = store
+        self._reader = reader
+        self._core = core
+        self._routing = routing
+        self._timeout_s = timeout_s
+        #: Set whenever the decode worker has answered, or the connection is lost.
+        self._changed = asyncio.Event()
+
+    @property
+    def position(self) -> int:
+        """Positions below this one are on the decode worker or on their way."""
+        return self._core.position
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """Payload bytes of this transfer."""
+        return self._core.num_bytes
+
+    async def send_range(self, blocks: Sequence[BlockId], start: int, end: int) -> None:
+        """Sends KV and rows of positions [start, end) of the sequence that owns `blocks`.
+
+        Positions below `position` are skipped: the decode worker has them. On return the blocks are not needed any
+        more, because all that is on its way has been copied. Also raises RoutingMissingError, if a row is missing.
+        """
+        assert start <= self.position, f"positions [{self.position}, {start}) were left out"
+        for chunk_end in self._core.split(end):
+            await self._wait_until(partial(self._core.has_credit, chunk_end), "returned no credit")
+            seq, chunk_start = self._core.take(chunk_end)
+            payload = await self._read(blocks, chunk_start, chunk_end)
+            header = Chunk(
+                transfer_id=self.lease.transfer_id,
+                generation=self.lease.generation,
+                seq=seq,
+                start=chunk_start,
+                end=chunk_end,
+                kv_bytes=payload.kv.nbytes,
+                rows_bytes=payload.rows.nbytes,
+                kv_checksum=payload.kv_checksum,
+                rows_checksum=payload.rows_checksum,
+            )
+            await self._send(encode(header, payload.kv, payload.rows))
+
+    async def finish(self, first_token: SampledToken) -> None:
+        """Sends the token that follows the prompt; returns once the decode worker has applied the whole handoff."""
+        header = Close(
+            transfer_id=self.lease.transfer_id,
+            generation=self.lease.generation,
+            num_chunks=self._core.num_chunks,
+            first_token=first_token,
+        )
+        frames = encode(header)
+        self._raise_if_failed()
+        self._core.close()
+        await self._send(frames)
+        await self._wait_until(lambda: self._core.state is OutgoingState.DONE, "did not acknowledge the handoff")
+
+    async def _read(self, blocks: Sequence[BlockId], start: int, end: int) -> Payload:
+        read = partial(read_payload, self._store, blocks, start, end, routing=self._routing)
+        if (end - start) * self._store.layout.token_bytes < OFFLOAD_BYTES:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read)
+
+    async def _send(self, frames: Sequence[Frame]) -> None:
+        self._raise_if_failed()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._session.send(frames)
+        except TimeoutError:
+            raise self._timeout("accepted no data") from None
+
+    async def _wait_until(self, condition: Callable[[], bool], complaint: str) -> None:
+        """Waits while the decode worker makes progress of any kind."""
+        while True:
+            self._raise_if_failed()
+            if condition():
+                return
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise self._timeout(complaint) from None
+
+    def _timeout(self, complaint: str) -> HandoffTimeoutError:
+        return HandoffTimeoutError(
+            f"the decode worker at {self._session.endpoint} {complaint} for {self._timeout_s:g} s"
+        )
+
+    def _raise_if_failed(self) -> None:
+        if self._core.error is not None:
+            raise self._core.error
+
+    def on_message(self, message: Credit | Done | Reject) -> None:
+        """The decode worker answered."""
+        self._core.on_message(message)
+        self._changed.set()
+
+    def on_lost(self, error: MoerelayError) -> None:
+        """The connection is lost."""
+        self._core.fail(error)
+        self._changed.set()
+
+    async def keep_lease(self) -> None:
+        """Renews the lease from the start until cancelled: the prompt may wait longer for its turn than the lease."""
+        renew = Renew(transfer_id=self.lease.transfer_id, generation=self.lease.generation)
+        while self._core.error is None:
+            # A full queue needs no renewal: the messages in it extend the lease.
+            self._session.try_send(encode(renew))
+            await asyncio.sleep(self._timeout_s / RENEWALS_PER_TIMEOUT)
+
+    def abandon(self, reason: str) -> None:
+        """Tells the decode worker, as far as that needs no waiting, unless the handoff is over on its side too."""
+        if self._core.state in (OutgoingState.OPEN, OutgoingState.CLOSING):
+            abort = Abort(transfer_id=self.lease.transfer_id, generation=self.lease.generation, reason=reason)
+            self._session.try_send(encode(abort))
+            self._core.fail(HandoffError(f"the transfer was given up: {reason}"))
+
+
+class HandoffSender:
+    """Sends handoffs while it is entered as a context manager. The connector stays the caller's.
+
+    Args:
+        timeout_s: every wait for a decode worker that makes no progress ends after this long, or after the lease's
+            timeout if that is shorter.
+    """
+
+    def __init__(self, connector: Connector, store: KVStore, identity: HandoffIdentity, *, timeout_s: float) -> None:
+        self._connector = connector
+        self._store = store
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._sessions: dict[str, Session] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handoff-read")
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in tuple(self._serving):
+            task.cancel()
+        await self._tasks.__aexit__(kind, error, trace)
+        self._reader.shutdown()
+
+    @property
+    def num_active(self) -> int:
+        """Transfers under way."""
+        return sum(session.num_transfers for session in self._sessions.values())
+
+    @property
+    def num_connections(self) -> int:
+        """Decode workers to which a connection exists."""
+        return len(self._sessions)
+
+    @asynccontextmanager
+    async def transfer(self, lease: LeaseRef, *, routing: bool) -> AsyncIterator[Transfer]:
+        """One handoff into `lease`; `routing`: rows travel too. Left before `finish` returned, it aborts the handoff.
+
+        Raises:
+            HandoffRefusedError: the decode worker does not fit, is not the one that granted the lease, or the lease
+                or its endpoint cannot be used.
+            HandoffTimeoutError, HandoffCorruptError, WorkerLostError: the handshake failed.
+            OverloadedError: too many transfers to this decode worker are under way.
+        """
+        session = self._session(lease.endpoint)
+        transfer = await self._open(session, lease, routing=routing)
+        renewal = self._tasks.create_task(transfer.keep_lease())
+        try:
+            yield transfer
+            transfer.abandon("it was never finished")
+        except BaseException as error:
+            transfer.abandon(error.message if isinstance(error, MoerelayError) else type(error).__name__)
+            raise
+        finally:
+            renewal.cancel()
+            session.detach(transfer)
+
+    async def _open(self, session: Session, lease: LeaseRef, *, routing: bool) -> Transfer:
+        ready = await session.ready(lease)
+        if session.num_transfers >= MAX_TRANSFERS:
+            raise OverloadedError(f"{MAX_TRANSFERS} handoffs to {lease.endpoint} are under way; try again later")
+        row_bytes = self._store.routing.row_bytes if routing else 0
+        core = OutgoingTransfer(
+            start=lease.num_cached_tokens,
+            credit_bytes=ready.credit_bytes,
+            credit_chunks=ready.credit_chunks,
+            token_bytes=self._store.layout.token_bytes + row_bytes,
+            target_bytes=TARGET_PAYLOAD_BYTES,
+        )
+        timeout_s = min(self._timeout_s, lease.timeout_s)
+        transfer = Transfer(session, self._store, self._reader, lease, core, routing=routing, timeout_s=timeout_s)
+        session.attach(transfer)
+        return transfer
+
+    def _session(self, endpoint: str) -> Session:
+        """The living session with that endpoint, or a new one."""
+        session = self._sessions.get(endpoint)
+        if session is None or session.is_over:
+            link = self._connector.connect(endpoint)
+            session = self._sessions[endpoint] = Session(link, endpoint, self._identity, timeout_s=self._timeout_s)
+            task = self._tasks.create_task(session.run())
+            self._serving.add(task)
+            task.add_done_callback(partial(self._on_served, session))
+        return session
+
+    def _on_served(self, session: Session, task: asyncio.Task[None]) -> None:
+        self._serving.discard(task)
+        session.end(WorkerLostError("the prefill worker closed its handoff connections"))
+        if self._sessions.get(session.endpoint) is session:
+            del self._sessions[session.endpoint]

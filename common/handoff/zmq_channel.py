@@ -1,0 +1,231 @@
+"""The handoff channel over ZeroMQ: one DEALER per connection on prefill workers, one ROUTER on a decode worker.
+
+A message of one empty frame is a probe: the listener finds out with it which connections are gone; links drop it.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from common.config import is_loopback
+from common.errors import ConfigError, HandoffRefusedError, WorkerLostError
+from common.handoff.channel import HIGH_WATER_MARK, PeerGone, PeerId, Received
+from common.handoff.frames import Frame
+from common.handoff.zmq_socket import BACKLOG, CONNECT_TIMEOUT_MS, MonitoredSocket, future_of, new_socket, tcp_host
+
+#: Seconds after a disconnect at which peers are probed: at once, and again because the socket may learn of the loss a
+#: little later than the monitor.
+PROBE_DELAYS_S = (0.0, 0.02, 0.2)
+
+#: The one empty frame of a probe.
+PROBE: Frame = b""
+
+log = structlog.get_logger()
+
+
+class ZmqListener:
+    """D's end.
+
+    Args:
+        endpoint: what to bind; `tcp://HOST:0` takes a free port.
+        advertise_host: host name or address at which prefill workers reach a tcp endpoint, if it is not HOST.
+
+    Raises:
+        ConfigError: the endpoint cannot be bound, or nobody could connect to it.
+    """
+
+    def __init__(
+        self, endpoint: str, *, advertise_host: str | None = None, high_water_mark: int = HIGH_WATER_MARK
+    ) -> None:
+        host = tcp_host(endpoint, ConfigError)
+        if host is not None and not is_loopback(host):
+            log.warning("handoff_not_encrypted", endpoint=endpoint, advice="anybody who reaches this port is trusted")
+        self._context = zmq.asyncio.Context()
+        self._socket = MonitoredSocket(new_socket(self._context, zmq.ROUTER, endpoint, high_water_mark))
+        self._peers: set[PeerId] = set()
+        self._gone: list[PeerId] = []
+        self._probe_times: list[float] = []
+        try:
+            self._endpoint = self._bind(endpoint, host, advertise_host)
+        except ConfigError:
+            self._socket.close()
+            self._context.term()
+            raise
+
+    def _bind(self, endpoint: str, host: str | None, advertise_host: str | None) -> str:
+        socket = self._socket.socket
+        # Without it a message to a lost peer vanishes silently.
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket.set(zmq.BACKLOG, BACKLOG)
+        try:
+            # ZeroMQ binds to addresses, not to names.
+            socket.bind(endpoint.replace("//localhost:", "//127.0.0.1:"))
+        except zmq.ZMQError as error:
+            raise ConfigError(f"the handoff endpoint {endpoint} cannot be bound: {error.strerror}") from error
+        bound = str(socket.get_string(zmq.LAST_ENDPOINT))
+        if host is None:
+            return bound
+        name = advertise_host or host
+        if name in ("*", "0.0.0.0", "::"):
+            raise ConfigError(f"nobody can connect to {name}; name the address of this host with --advertise-address")
+        port = bound.rpartition(":")[2]
+        return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    async def receive(self) -> Received | PeerGone:
+        while True:
+            if self._gone:
+                return PeerGone(self._gone.pop())
+            message = self._socket.receive_now()
+            if message is not None:
+                peer = PeerId(message[0].bytes)
+                self._peers.add(peer)
+                return Received(peer, [frame.buffer for frame in message[1:]])
+            self._look_for_losses()
+            if not self._gone:
+                await self._socket.wait(self._probe_times[0] - time.monotonic() if self._probe_times else None)
+
+    def _look_for_losses(self) -> None:
+        now = time.monotonic()
+        if self._socket.lost_connection():
+            self._probe_times = [now + delay for delay in PROBE_DELAYS_S]
+        if self._probe_times and self._probe_times[0] <= now:
+            self._probe_times.pop(0)
+            self._gone += [peer for peer in self._peers if not self._try_send(peer, [PROBE])]
+            self._peers.difference_update(self._gone)
+
+    async def send(self, peer: PeerId, frames: Sequence[Frame]) -> None:
+        if not self._try_send(peer, frames):
+            raise WorkerLostError("the prefill worker is gone or has stopped reading")
+
+    def _try_send(self, peer: PeerId, frames: Sequence[Frame]) -> bool:
+        future = future_of(self._socket.socket.send_multipart([peer, *frames], flags=zmq.NOBLOCK, copy=False))
+        error = future.exception()
+        if isinstance(error, zmq.Again) or (isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH):
+            return False
+        future.result()
+        return True
+
+    async def close(self) -> None:
+        self._socket.close()
+        # Waits for LINGER_MS at most.
+        await asyncio.to_thread(self._context.term)
+
+
+class ZmqLink:
+    """P's end of one connection; made by `ZmqConnector`."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+        self._socket = MonitoredSocket(socket)
+        self._endpoint = endpoint
+        self._lost = False
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._socket.socket.closed)
+
+    async def send(self, frames: Sequence[Frame]) -> None:
+        if self._lost or self.closed:
+            raise self._loss()
+        future = future_of(self._socket.socket.send_multipart(frames, copy=False))
+        if not future.done():
+            try:
+                await asyncio.wait([future])
+            finally:
+                future.cancel()
+        # Closing the socket cancels what waits for it; that must not look like a cancelled task.
+        if future.cancelled():
+            raise self._loss()
+        future.result()
+
+    def try_send(self, frames: Sequence[Frame]) -> bool:
+        if self._lost or self.closed:
+            return False
+        future = future_of(self._socket.socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False))
+        if not future.done():  # it queued behind a send that waits
+            future.cancel()
+            return False
+        if isinstance(future.exception(), zmq.Again):
+            return False
+        future.result()
+        return True
+
+    async def receive(self) -> Sequence[Frame]:
+        while True:
+            # Looked up before the messages, so that those that came before the loss are received before it shows.
+            self._lost = self._lost or self._socket.lost_connection()
+            message = self._socket.receive_now()
+            if message is None:
+                if self._lost:
+                    raise self._loss()
+                await self._socket.wait()
+            elif len(message) > 1 or message[0].buffer.nbytes:
+                return [frame.buffer for frame in message]
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _loss(self) -> WorkerLostError:
+        return WorkerLostError(f"the connection to the decode worker at {self._endpoint} is lost or cannot be made")
+
+
+class ZmqConnector:
+    """P's side."""
+
+    def __init__(self, *, high_water_mark: int = HIGH_WATER_MARK) -> None:
+        self._context = zmq.asyncio.Context()
+        self._high_water_mark = high_water_mark
+        self._links: list[ZmqLink] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def num_open(self) -> int:
+        """Sockets that are open."""
+        self._links = [link for link in self._links if not link.closed]
+        return len(self._links)
+
+    def connect(self, endpoint: str) -> ZmqLink:
+        tcp_host(endpoint, HandoffRefusedError)
+        socket = new_socket(self._context, zmq.DEALER, endpoint, self._high_water_mark)
+        # A connection that was lost has lost messages too, so its transfers fail and the next one gets a new socket.
+        # Reconnecting would deliver what is queued for a dead process to its successor.
+        socket.set(zmq.RECONNECT_IVL, -1)
+        socket.set(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        link = ZmqLink(socket, endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            link.close()
+            raise HandoffRefusedError(f"{endpoint!r} is no endpoint to connect to: {error.strerror}") from error
+        self._links = [*(other for other in self._links if not other.closed), link]
+        return link
+
+    async def close(self) -> None:
+        for link in self._links:
+            link.close()
+        # Waits for LINGER_MS at most.
+        await asyncio.to_thread(self._context.term)
