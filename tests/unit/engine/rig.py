@@ -1,6 +1,6 @@
-"""What the engine tests share: an engine core on a fake model, and one request's side of the story."""
+"""What the engine tests share: an engine core driven step by step, and one request's side of the story."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,10 +20,11 @@ from common.engine.request import (
 from common.engine.solo import SoloResult, SoloRunner
 from common.errors import MoerelayError
 from common.kv.pool import BlockId, BlockPool
-from common.kv.store import slots_of
+from common.kv.store import KVStore, slots_of
+from common.model.batch import Runner
 from common.routing.record import RoutingArray
 from common.sampling import Finish, SampledToken, SamplingParams
-from tests.fakes.fake_runner import EOS_TOKEN_ID, ROUTING, VOCAB_SIZE, FakeRunner, fake_store
+from tests.fakes.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, fake_store
 
 EOS = frozenset({EOS_TOKEN_ID})
 
@@ -94,9 +95,8 @@ class Transcript:
 
     @property
     def rows_TLK(self) -> RoutingArray | None:
-        if self.request.routing_start is None:
-            return None
-        return np.concatenate([ROUTING.empty(0), *self.rows])
+        rows_TLK: RoutingArray | None = np.concatenate(self.rows) if self.rows else None
+        return rows_TLK
 
     def assert_equals(self, expected: SoloResult) -> None:
         assert self.error is None
@@ -109,15 +109,15 @@ class Transcript:
 
 
 class CoreRig:
-    """One engine core with a pool of `num_blocks` usable blocks, and the transcripts of its requests."""
+    """One engine core on any model, and the transcripts of its requests."""
 
-    def __init__(self, *, num_blocks: int = 64, bounds: EngineLimits | None = None, block_size: int = 4) -> None:
-        bounds = bounds or limits()
-        self.store = fake_store(num_blocks + 1, block_size)
-        self.pool = BlockPool(num_blocks + 1)
-        self.runner = FakeRunner(self.store)
-        self.admission = Admission(bounds, num_usable_blocks=num_blocks, block_size=block_size)
-        self.core = EngineCore(self.runner, self.store, self.pool, bounds, EOS, self.admission)
+    def __init__(self, runner: Runner, store: KVStore, bounds: EngineLimits, eos_token_ids: frozenset[int]) -> None:
+        self.store = store
+        self.pool = BlockPool(store.num_blocks)
+        self.admission = Admission(
+            bounds, num_usable_blocks=self.pool.num_usable_blocks, block_size=store.layout.block_size
+        )
+        self.core = EngineCore(runner, store, self.pool, bounds, eos_token_ids, self.admission)
         self.transcripts: dict[RequestId, Transcript] = {}
         self.silenced: set[RequestId] = set()
 
@@ -157,13 +157,52 @@ class CoreRig:
         assert self.admission.close() == []
 
 
-def copy_slots(source: CoreRig, target: CoreRig, name: RequestId, start: int, end: int) -> None:
-    """What a handoff does: KV and rows of positions [start, end) from P's slots to D's."""
-    from_blocks, to_blocks = source.transcripts[name].blocks, target.transcripts[name].blocks
-    assert from_blocks is not None
-    assert to_blocks is not None
-    from_slots = slots_of(from_blocks, start, end, source.store.layout.block_size)
-    to_slots = slots_of(to_blocks, start, end, target.store.layout.block_size)
-    target.store.write_kv(to_slots, source.store.read_kv(from_slots))
-    if source.transcripts[name].request.routing_start is not None:
-        target.store.write_rows(to_slots, source.store.read_rows(from_slots))
+class FakeRig(CoreRig):
+    """An engine core on FakeRunner, with `num_blocks` usable blocks."""
+
+    def __init__(self, *, num_blocks: int = 64, bounds: EngineLimits | None = None, block_size: int = 4) -> None:
+        store = fake_store(num_blocks + 1, block_size)
+        self.runner = FakeRunner(store)
+        super().__init__(self.runner, store, bounds or limits(), EOS)
+
+
+def copy_slots(source: KVStore, there: Transcript, target: KVStore, here: Transcript) -> None:
+    """What a handoff does: KV and rows of the positions that P has computed so far, from its slots to D's."""
+    assert there.blocks is not None
+    assert here.blocks is not None
+    computed = there.advances[-1].computed
+    from_slots = slots_of(there.blocks, 0, computed, source.layout.block_size)
+    to_slots = slots_of(here.blocks, 0, computed, target.layout.block_size)
+    target.write_kv(to_slots, source.read_kv(from_slots))
+    if there.request.routing_start is not None:
+        target.write_rows(to_slots, source.read_rows(from_slots))
+
+
+class RigPair:
+    """P and D, and the handoffs between them."""
+
+    def __init__(self, prefill: CoreRig, decode: CoreRig) -> None:
+        self.prefill = prefill
+        self.decode = decode
+
+    def start(self, request: EngineRequest) -> Transcript:
+        """D leases, then P begins; returns D's side."""
+        transcript = self.decode.submit(replace(request, work=Work.DECODE))
+        self.decode.step()
+        self.prefill.submit(replace(request, work=Work.PREFILL))
+        return transcript
+
+    def hand_over(self, name: RequestId) -> None:
+        """Moves the whole prompt, chunk by chunk, then the first token; P lets go."""
+        there, here = self.prefill.transcripts[name], self.decode.transcripts[name]
+        first_token = None
+        while first_token is None:
+            self.prefill.step()
+            if there.advances:
+                copy_slots(self.prefill.store, there, self.decode.store, here)
+                self.decode.core.advance_handoff(name, there.advances[-1].computed)
+                self.decode.deliver()
+                first_token = there.advances[-1].first_token
+        self.decode.core.commit_handoff(name, first_token)
+        self.decode.deliver()
+        self.prefill.cancel(name)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from common.engine.request import EngineRequest, RequestId, Work
+from common.engine.request import RequestId, Work
 from common.errors import InternalError, InvalidRequestError, RoutingMissingError
 from common.model.batch import Chunk
 from common.sampling import Finish, FinishReason, SampledToken, SamplingParams
-from tests.unit.engine.rig import CoreRig, copy_slots, greedy, limits, make_request, solo
+from tests.unit.engine.rig import FakeRig, RigPair, greedy, limits, make_request, solo
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 ABORTED = Finish(FinishReason.ABORT)
@@ -22,7 +22,7 @@ def prompt_of(length: int) -> list[int]:
 @pytest.mark.parametrize("max_tokens", [1, 2, 16])
 @pytest.mark.parametrize("num_prompt", [1, 2, 15, 16, 17, 33])
 def test_every_length_has_exact_tokens_and_rows(num_prompt: int, max_tokens: int) -> None:
-    rig = CoreRig(block_size=16, bounds=limits(max_num_batched_tokens=10))
+    rig = FakeRig(block_size=16, bounds=limits(max_num_batched_tokens=10))
     request = make_request("a", prompt_of(num_prompt), greedy(max_tokens))
     got = rig.submit(request)
     rig.run()
@@ -35,7 +35,7 @@ def test_every_length_has_exact_tokens_and_rows(num_prompt: int, max_tokens: int
 
 @pytest.mark.parametrize("start", [0, 1, 6, 7])
 def test_rows_begin_at_the_requested_position(start: int) -> None:
-    rig = CoreRig(bounds=limits(max_num_batched_tokens=3))
+    rig = FakeRig(bounds=limits(max_num_batched_tokens=3))
     request = make_request("a", PROMPT, greedy(5), start=start)
     whole = solo(make_request("whole", PROMPT, greedy(5))).rows_TLK
     got = rig.submit(request)
@@ -46,7 +46,7 @@ def test_rows_begin_at_the_requested_position(start: int) -> None:
 
 
 def test_routing_off_captures_and_sends_no_rows() -> None:
-    rig = CoreRig()
+    rig = FakeRig()
     request = make_request("a", PROMPT, greedy(5), start=None)
     got = rig.submit(request)
     rig.run()
@@ -56,7 +56,7 @@ def test_routing_off_captures_and_sends_no_rows() -> None:
 
 
 def test_prompt_rows_leave_while_the_prompt_is_computed() -> None:
-    rig = CoreRig(bounds=limits(max_num_batched_tokens=3))
+    rig = FakeRig(bounds=limits(max_num_batched_tokens=3))
     got = rig.submit(make_request("a", PROMPT, greedy(1)))
     rig.step()
     assert [len(r) for r in got.rows] == [3]
@@ -66,7 +66,7 @@ def test_prompt_rows_leave_while_the_prompt_is_computed() -> None:
 
 
 def test_stats_count_what_was_computed() -> None:
-    rig = CoreRig(bounds=limits(max_num_batched_tokens=4))
+    rig = FakeRig(bounds=limits(max_num_batched_tokens=4))
     rig.submit(make_request("a", PROMPT, greedy(5)))
     rig.run()
     stats = rig.core.stats
@@ -79,7 +79,7 @@ def test_an_eos_and_a_stop_id_end_a_request_with_their_reason() -> None:
     free = solo(make_request("a", PROMPT, greedy(10)))
     third = free.tokens[2].token_id
     params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, stop_token_ids=frozenset({third}))
-    rig = CoreRig()
+    rig = FakeRig()
     got = rig.submit(make_request("stop", PROMPT, params))
     eos = rig.submit(make_request("eos", PROMPT, SamplingParams(10, temperature=0, logit_bias={2: 100.0})))
     rig.run()
@@ -92,7 +92,7 @@ def test_an_eos_and_a_stop_id_end_a_request_with_their_reason() -> None:
 
 def test_min_tokens_keeps_eos_away_until_it_is_reached() -> None:
     params = SamplingParams(max_tokens=10, min_tokens=3, temperature=0, logit_bias={2: 100.0})
-    rig = CoreRig()
+    rig = FakeRig()
     got = rig.submit(make_request("a", PROMPT, params))
     rig.run()
     ids = [t.token_id for t in got.tokens]
@@ -104,43 +104,14 @@ def test_min_tokens_keeps_eos_away_until_it_is_reached() -> None:
 # --- prefill and decode on two engines
 
 
-class Pair:
-    """P and D, and the copying between them."""
-
-    def __init__(self, *, chunk: int = 3) -> None:
-        self.prefill = CoreRig(bounds=limits(max_num_batched_tokens=chunk))
-        self.decode = CoreRig()
-
-    def start(self, request: EngineRequest) -> None:
-        """D leases, then P begins."""
-        name, prompt, sampling = str(request.request_id), list(request.prompt), request.sampling
-        self.decode.submit(make_request(name, prompt, sampling, start=request.routing_start, work=Work.DECODE))
-        self.decode.step()
-        self.prefill.submit(make_request(name, prompt, sampling, start=request.routing_start, work=Work.PREFILL))
-
-    def hand_over(self, name: RequestId) -> None:
-        """Moves the whole prompt, chunk by chunk, then the first token; P lets go."""
-        moved, seen = 0, 0
-        transcript = self.prefill.transcripts[name]
-        while not (transcript.advances and transcript.advances[-1].first_token):
-            self.prefill.step()
-            for advance in transcript.advances[seen:]:
-                copy_slots(self.prefill, self.decode, name, moved, advance.computed)
-                self.decode.core.advance_handoff(name, advance.computed)
-                self.decode.deliver()
-                moved = advance.computed
-            seen = len(transcript.advances)
-        first = transcript.advances[-1].first_token
-        assert first is not None
-        self.decode.core.commit_handoff(name, first)
-        self.decode.deliver()
-        self.prefill.cancel(name)
+def fake_pair() -> RigPair:
+    return RigPair(FakeRig(bounds=limits(max_num_batched_tokens=3)), FakeRig())
 
 
 @pytest.mark.parametrize("start", [0, 4, 7, None])
 @pytest.mark.parametrize("max_tokens", [1, 2, 9])
 def test_a_handoff_equals_a_solo_run(max_tokens: int, start: int | None) -> None:
-    pair, request = Pair(), make_request("a", PROMPT, greedy(max_tokens), start=start)
+    pair, request = fake_pair(), make_request("a", PROMPT, greedy(max_tokens), start=start)
     pair.start(request)
     pair.hand_over(request.request_id)
     pair.decode.run()
@@ -152,7 +123,7 @@ def test_a_handoff_equals_a_solo_run(max_tokens: int, start: int | None) -> None
 
 
 def test_prefill_reports_each_chunk_and_keeps_its_blocks_until_released() -> None:
-    rig = CoreRig(bounds=limits(max_num_batched_tokens=3))
+    rig = FakeRig(bounds=limits(max_num_batched_tokens=3))
     got = rig.submit(make_request("a", PROMPT, greedy(9), work=Work.PREFILL))
     rig.run()
     assert [(a.computed, a.first_token is not None) for a in got.advances] == [(3, False), (6, False), (7, True)]
@@ -163,7 +134,7 @@ def test_prefill_reports_each_chunk_and_keeps_its_blocks_until_released() -> Non
 
 
 def test_decode_streams_prompt_rows_before_the_first_token() -> None:
-    pair, request = Pair(), make_request("a", PROMPT, greedy(4))
+    pair, request = fake_pair(), make_request("a", PROMPT, greedy(4))
     pair.start(request)
     pair.hand_over(request.request_id)
     pair.decode.run()
@@ -182,7 +153,7 @@ def test_decode_streams_prompt_rows_before_the_first_token() -> None:
     ],
 )
 def test_a_first_token_that_ends_the_request_costs_no_step(sampling: SamplingParams, finish: Finish) -> None:
-    pair, request = Pair(), make_request("a", PROMPT, sampling)
+    pair, request = fake_pair(), make_request("a", PROMPT, sampling)
     pair.start(request)
     pair.hand_over(request.request_id)
     got = pair.decode.transcripts[request.request_id]
@@ -194,7 +165,7 @@ def test_a_first_token_that_ends_the_request_costs_no_step(sampling: SamplingPar
 
 
 def test_a_handoff_without_rows_fails_only_its_request() -> None:
-    pair, request = Pair(), make_request("a", PROMPT, greedy(4))
+    pair, request = fake_pair(), make_request("a", PROMPT, greedy(4))
     other = make_request("b", PROMPT, greedy(4))
     pair.start(request)
     pair.decode.submit(other)
@@ -205,7 +176,7 @@ def test_a_handoff_without_rows_fails_only_its_request() -> None:
 
 
 def test_handoff_calls_that_do_not_fit_fail_only_their_request() -> None:
-    rig = CoreRig()
+    rig = FakeRig()
     beyond = rig.submit(make_request("beyond", PROMPT, greedy(4), work=Work.DECODE))
     wrong = rig.submit(make_request("wrong", PROMPT, greedy(4)))
     rig.core.step()
@@ -221,7 +192,7 @@ def test_handoff_calls_that_do_not_fit_fail_only_their_request() -> None:
 
 
 def test_abort_while_waiting_leased_prefilling_and_decoding() -> None:
-    rig = CoreRig(num_blocks=8, bounds=limits(max_num_batched_tokens=4))
+    rig = FakeRig(num_blocks=8, bounds=limits(max_num_batched_tokens=4))
     decoding = rig.submit(make_request("decoding", PROMPT[:2], greedy(4)))
     rig.step()
     leased = rig.submit(make_request("leased", PROMPT, greedy(2), work=Work.DECODE))
@@ -241,7 +212,7 @@ def test_abort_while_waiting_leased_prefilling_and_decoding() -> None:
 
 
 def test_abort_of_a_held_prefill_ends_it() -> None:
-    rig = CoreRig()
+    rig = FakeRig()
     got = rig.submit(make_request("a", PROMPT, greedy(4), work=Work.PREFILL))
     rig.run()
     rig.core.abort(RequestId("a"))
@@ -251,7 +222,7 @@ def test_abort_of_a_held_prefill_ends_it() -> None:
 
 
 def test_cancel_is_silent_and_repeatable() -> None:
-    rig = CoreRig()
+    rig = FakeRig()
     got = rig.submit(make_request("a", PROMPT, greedy(4)))
     rig.step()
     num_events = got.num_events
@@ -264,7 +235,7 @@ def test_cancel_is_silent_and_repeatable() -> None:
 
 
 def test_an_ended_id_may_be_used_again() -> None:
-    rig = CoreRig()
+    rig = FakeRig()
     request = make_request("a", PROMPT, greedy(4))
     for _ in range(2):
         got = rig.submit(request)
@@ -276,7 +247,7 @@ def test_an_ended_id_may_be_used_again() -> None:
 
 
 def test_a_lost_row_fails_its_request_and_no_other() -> None:
-    rig = CoreRig()
+    rig = FakeRig()
     rig.runner.lost_rows = lambda chunk, position: len(chunk.blocks) == 4 and position == 8
     lost = rig.submit(make_request("lost", PROMPT, greedy(9)))
     good = rig.submit(make_request("good", PROMPT[:3], greedy(9)))
@@ -288,7 +259,7 @@ def test_a_lost_row_fails_its_request_and_no_other() -> None:
 
 
 def test_nan_logits_fail_their_sequence_only() -> None:
-    rig = CoreRig()
+    rig = FakeRig()
     rig.runner.nan_after = lambda chunk: chunk.end == len(PROMPT) + 2
     bad = rig.submit(make_request("bad", PROMPT, greedy(9)))
     good = rig.submit(make_request("good", PROMPT[:3], greedy(4)))
@@ -303,7 +274,7 @@ def test_a_step_that_raises_fails_its_batch_and_the_engine_goes_on() -> None:
     def has_long_prompt(chunks: Sequence[Chunk]) -> bool:
         return any(chunk.start == 0 and len(chunk.token_ids) == len(PROMPT) for chunk in chunks)
 
-    rig = CoreRig(bounds=limits(max_num_seqs=2))
+    rig = FakeRig(bounds=limits(max_num_seqs=2))
     rig.runner.fails_on = has_long_prompt
     first = rig.submit(make_request("first", PROMPT, greedy(4)))
     second = rig.submit(make_request("second", PROMPT[:2], greedy(4)))
@@ -317,7 +288,7 @@ def test_a_step_that_raises_fails_its_batch_and_the_engine_goes_on() -> None:
 
 
 def test_parameters_that_leave_no_token_fail_in_words() -> None:
-    rig = CoreRig()
+    rig = FakeRig()
     params = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=frozenset(range(50)))
     got = rig.submit(make_request("a", PROMPT, params))
     rig.run()

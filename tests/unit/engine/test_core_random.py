@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.engine.request import EngineRequest, RequestId, Work
 from common.errors import InvalidRequestError
 from common.sampling import FinishReason, SampledToken, SamplingParams
-from tests.unit.engine.rig import CoreRig, Transcript, copy_slots, limits, solo
+from tests.unit.engine.rig import FakeRig, Transcript, copy_slots, limits, solo
 
 SAMPLING = st.builds(
     SamplingParams,
@@ -29,7 +29,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(6, 20), budget=st.integers(1, 12), seats=st.integers(1, 5))
     def build(self, num_blocks: int, budget: int, seats: int) -> None:
-        self.rig = CoreRig(num_blocks=num_blocks, bounds=limits(max_num_batched_tokens=budget, max_num_seqs=seats))
+        self.rig = FakeRig(num_blocks=num_blocks, bounds=limits(max_num_batched_tokens=budget, max_num_seqs=seats))
         self.cancelled: set[RequestId] = set()
         self.count = 0
 
@@ -72,12 +72,12 @@ class EngineMachine(RuleBasedStateMachine):
         """Another engine computed a prompt: its KV, rows and first token arrive."""
         transcript = data.draw(st.sampled_from(self.leased()))
         request = transcript.request
-        far = CoreRig(bounds=limits(max_num_batched_tokens=data.draw(st.integers(1, 20))))
+        far = FakeRig(bounds=limits(max_num_batched_tokens=data.draw(st.integers(1, 20))))
         there = far.submit(
             EngineRequest(request.request_id, request.prompt, request.sampling, request.routing_start, Work.PREFILL)
         )
         far.run()
-        copy_slots(far, self.rig, request.request_id, 0, len(request.prompt))
+        copy_slots(far.store, there, self.rig.store, transcript)
         for advance in there.advances:
             self.rig.core.advance_handoff(request.request_id, advance.computed)
         self.rig.core.commit_handoff(request.request_id, first_token_of(there))
@@ -130,8 +130,10 @@ def check_against_solo(transcript: Transcript, *, complete: bool) -> None:
     assert tuple(transcript.tokens) == expected.tokens[: len(transcript.tokens)]
     if expected.rows_TLK is not None and transcript.rows_TLK is not None:
         assert transcript.rows_TLK.tolist() == expected.rows_TLK[: len(transcript.rows_TLK)].tolist()
-    if complete and transcript.finish and transcript.finish.reason is not FinishReason.ABORT:
-        transcript.assert_equals(expected)
+    if complete:
+        assert transcript.finish is not None
+        if transcript.finish.reason is not FinishReason.ABORT:
+            transcript.assert_equals(expected)
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -1,0 +1,227 @@
+"""The engine's thread: commands from other threads, back-pressure, start and stop."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from common.engine.loop import MAX_OUTSTANDING_BATCHES, Engine
+from common.engine.request import EngineEvent, EngineRequest, Progress, PromptAdvanced, RequestId, Work
+from common.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from common.kv.pool import BlockPool
+from common.sampling import Finish, FinishReason, SampledToken
+from tests.fakes.fake_runner import FakeRunner, fake_store
+from tests.unit.engine.rig import EOS, Transcript, copy_slots, greedy, limits, make_request, solo
+
+PROMPT = [5, 6, 7, 8, 9]
+TIMEOUT_S = 30.0
+
+
+class Consumer:
+    """An engine with its runner, and the far end of its event queue."""
+
+    def __init__(self, *, max_waiting: int = 100, num_blocks: int = 64) -> None:
+        self.store = fake_store(num_blocks + 1)
+        self.runner = FakeRunner(self.store)
+        self.batches: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
+        bounds = limits(max_waiting=max_waiting, max_num_batched_tokens=4)
+        self.engine = Engine(self.runner, self.store, BlockPool(num_blocks + 1), bounds, EOS, self.batches.put)
+        self.transcripts: dict[RequestId, Transcript] = {}
+
+    def submit(self, request: EngineRequest) -> Transcript:
+        transcript = self.transcripts[request.request_id] = Transcript(request)
+        self.engine.submit(request)
+        return transcript
+
+    def receive(self) -> list[EngineEvent]:
+        """The next batch, booked and acknowledged."""
+        events = self.batches.get(timeout=TIMEOUT_S)
+        for event in events:
+            self.transcripts[event.request_id].take(event)
+        self.engine.events_delivered()
+        return events
+
+    def receive_until_ended(self, *transcripts: Transcript) -> None:
+        while not all(t.ended for t in transcripts):
+            self.receive()
+
+    def assert_baseline(self) -> None:
+        assert self.engine.check_invariants() == []  # also a barrier: every command before it has run
+        self.engine.stop()
+        load = self.engine.load()
+        assert (load.running, load.waiting, load.handoffs, load.kv_blocks_used) == (0, 0, 0, 0)
+
+
+@pytest.fixture
+def consumer() -> Iterator[Consumer]:
+    consumer = Consumer()
+    consumer.engine.start()
+    yield consumer
+    consumer.runner.gate.set()
+    consumer.engine.stop()
+
+
+def test_many_requests_from_another_thread_equal_their_solo_runs(consumer: Consumer) -> None:
+    requests = [make_request(f"r{i}", PROMPT[: 1 + i % 5], greedy(1 + i % 7)) for i in range(40)]
+    transcripts = [consumer.submit(r) for r in requests]
+    consumer.receive_until_ended(*transcripts)
+    for transcript in transcripts:
+        transcript.assert_equals(solo(transcript.request))
+    consumer.assert_baseline()
+
+
+def test_a_handoff_between_two_engines_equals_a_solo_run(consumer: Consumer) -> None:
+    prefiller = Consumer()
+    prefiller.engine.start()
+    there = prefiller.submit(make_request("a", PROMPT, greedy(4), work=Work.PREFILL))
+    here = consumer.submit(make_request("a", PROMPT, greedy(4), work=Work.DECODE))
+    while here.blocks is None:
+        consumer.receive()
+    while not (there.advances and there.advances[-1].first_token):
+        prefiller.receive()
+        copy_slots(prefiller.store, there, consumer.store, here)
+        consumer.engine.handoff_advanced(RequestId("a"), there.advances[-1].computed)
+    consumer.engine.commit_handoff(RequestId("a"), there.advances[-1].first_token)
+    prefiller.engine.release(RequestId("a"))
+    consumer.receive_until_ended(here)
+    here.assert_equals(solo(here.request))
+    prefiller.assert_baseline()
+    consumer.assert_baseline()
+
+
+def test_a_prefill_is_held_until_it_is_released(consumer: Consumer) -> None:
+    prefill = consumer.submit(make_request("p", PROMPT, greedy(3), work=Work.PREFILL))
+    while not (prefill.advances and prefill.advances[-1].first_token):
+        consumer.receive()
+    assert consumer.engine.check_invariants() == []
+    assert consumer.engine.load().handoffs == 1
+    consumer.engine.release(RequestId("p"))
+    consumer.assert_baseline()
+
+
+# --- refusals
+
+
+def test_refusals_are_raised_where_submit_is_called(consumer: Consumer) -> None:
+    consumer.runner.gate.clear()
+    consumer.submit(make_request("a", PROMPT, greedy(3)))
+    with pytest.raises(DuplicateRequestError):
+        consumer.engine.submit(make_request("a", PROMPT, greedy(3)))
+    with pytest.raises(InvalidRequestError):
+        consumer.engine.submit(make_request("b", [], greedy(3)))
+
+
+def test_a_full_line_is_refused_and_serves_those_in_it() -> None:
+    consumer = Consumer(max_waiting=1)
+    first = consumer.submit(make_request("a", PROMPT, greedy(3)))
+    with pytest.raises(OverloadedError):
+        consumer.engine.submit(make_request("b", PROMPT, greedy(3)))
+    consumer.engine.start()
+    consumer.receive_until_ended(first)
+    second = consumer.submit(make_request("b", PROMPT, greedy(3)))
+    consumer.receive_until_ended(second)
+    consumer.assert_baseline()
+
+
+# --- ends
+
+
+def test_an_abort_during_a_step_takes_effect_after_it(consumer: Consumer) -> None:
+    consumer.runner.gate.clear()
+    got = consumer.submit(make_request("a", PROMPT[:3], greedy(9)))
+    assert consumer.runner.entered.wait(TIMEOUT_S)
+    consumer.engine.abort(RequestId("a"))
+    consumer.engine.abort(RequestId("a"))
+    consumer.runner.gate.set()
+    consumer.receive_until_ended(got)
+    assert got.finish == Finish(FinishReason.ABORT)
+    assert len(got.tokens) == 1
+    assert sum(len(rows) for rows in got.rows) == 3
+    consumer.assert_baseline()
+
+
+def test_a_cancel_frees_and_unknown_ids_are_ignored(consumer: Consumer) -> None:
+    consumer.runner.gate.clear()
+    consumer.submit(make_request("a", PROMPT, greedy(9)))
+    for name in ("a", "a", "never seen"):
+        consumer.engine.cancel(RequestId(name))
+    consumer.engine.abort(RequestId("never seen"))
+    consumer.engine.commit_handoff(RequestId("never seen"), SampledToken(1))
+    consumer.runner.gate.set()
+    consumer.assert_baseline()
+
+
+# --- back-pressure
+
+
+def test_a_slow_consumer_stops_the_engine_instead_of_filling_memory(consumer: Consumer) -> None:
+    request = make_request("a", PROMPT[:1], greedy(100))
+    got = consumer.transcripts[request.request_id] = Transcript(request)
+    consumer.engine.submit(request)
+    first = [consumer.batches.get(timeout=TIMEOUT_S) for _ in range(MAX_OUTSTANDING_BATCHES)]
+    with pytest.raises(queue.Empty):
+        consumer.batches.get(timeout=0.2)  # nothing may come: the one wait in these tests that has to run out
+    assert len(consumer.runner.batches) <= MAX_OUTSTANDING_BATCHES + 1
+    for events in first:
+        for event in events:
+            got.take(event)
+        consumer.engine.events_delivered()
+    consumer.receive_until_ended(got)
+    got.assert_equals(solo(request))
+
+
+def test_stop_ends_an_engine_that_waits_for_its_consumer(consumer: Consumer) -> None:
+    consumer.submit(make_request("a", PROMPT[:1], greedy(100)))
+    for _ in range(MAX_OUTSTANDING_BATCHES):
+        consumer.batches.get(timeout=TIMEOUT_S)
+    consumer.engine.stop()
+    assert not consumer.engine.alive
+    assert consumer.engine.load().kv_blocks_used == 0
+
+
+# --- start and stop
+
+
+def test_stop_fails_what_is_live_and_refuses_what_comes(consumer: Consumer) -> None:
+    consumer.runner.gate.clear()
+    running = consumer.submit(make_request("running", PROMPT, greedy(9)))
+    assert consumer.runner.entered.wait(TIMEOUT_S)
+    queued = consumer.submit(make_request("queued", PROMPT, greedy(9)))
+    stopper = threading.Thread(target=consumer.engine.stop)
+    stopper.start()
+    consumer.runner.gate.set()
+    consumer.receive_until_ended(running, queued)
+    stopper.join(TIMEOUT_S)
+    assert isinstance(running.error, UnavailableError)
+    assert isinstance(queued.error, UnavailableError)
+    with pytest.raises(UnavailableError):
+        consumer.engine.submit(make_request("late", PROMPT, greedy(9)))
+    assert consumer.engine.check_invariants() == ["the engine thread is not running"]
+    assert consumer.engine.load().kv_blocks_used == 0
+
+
+def test_an_engine_that_never_started_stops() -> None:
+    engine = Consumer().engine
+    engine.stop()
+    assert not engine.alive
+
+
+def test_every_event_of_a_step_comes_in_one_batch(consumer: Consumer) -> None:
+    consumer.runner.gate.clear()
+    consumer.submit(make_request("first", PROMPT[:1], greedy(1)))
+    assert consumer.runner.entered.wait(TIMEOUT_S)
+    names = ["a", "b", "c"]
+    for name in names:
+        consumer.submit(make_request(name, PROMPT[:1], greedy(1)))
+    consumer.submit(make_request("p", PROMPT[:1], greedy(1), work=Work.PREFILL))
+    consumer.runner.gate.set()
+    consumer.receive()
+    events = consumer.receive()
+    assert [e.request_id for e in events] == [*names, "p"]
+    assert [type(e) for e in events] == [Progress] * 3 + [PromptAdvanced]
