@@ -33,17 +33,20 @@ def expected_uniform(seed: int, choice: int, position: int) -> float:
 
 
 def expected_token(logits: list[float], params: SamplingParams, position: int) -> int:
-    """Sort, filter and walk down the cumulative sum, one candidate at a time."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: params.top_k or None]
-    weights = [math.exp((logits[i] - logits[order[0]]) / params.temperature) for i in order]
-    total, mass, kept = sum(weights), 0.0, 0
-    while kept < len(order) and (kept == 0 or mass < params.top_p * total) and weights[kept] >= params.min_p:
-        mass += weights[kept]
-        kept += 1
-    target, mass = expected_uniform(params.seed, params.choice, position) * sum(weights[:kept]), 0.0
-    for token, weight in zip(order[:kept], weights[:kept], strict=True):
-        mass += weight
-        if target < mass:
+    """Filter best first, one candidate at a time; then walk up the cumulative sum by id."""
+    best = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    weights = [math.exp((logit - logits[best[0]]) / params.temperature) for logit in logits]
+    best = best[: params.top_k or None]
+    total, mass, kept = sum(weights[i] for i in best), 0.0, list[int]()
+    for token in best:
+        if kept and (mass >= params.top_p * total or weights[token] < params.min_p):
+            break
+        mass += weights[token]
+        kept.append(token)
+    target, below = expected_uniform(params.seed, params.choice, position) * mass, 0.0
+    for token in sorted(kept):
+        below += weights[token]
+        if target < below:
             return token
     raise AssertionError("the target lies below the total")
 
@@ -98,7 +101,7 @@ COARSE_LOGITS = st.lists(st.integers(-8, 8).map(lambda i: i / 2), min_size=1, ma
     seed=st.integers(-(2**63), 2**63 - 1),
     position=st.integers(0, 10_000),
 )
-def test_draws_equal_the_plain_inverse_cdf(
+def test_draws_equal_the_plain_computation(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
 ) -> None:
     params = SamplingParams(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
@@ -107,10 +110,10 @@ def test_draws_equal_the_plain_inverse_cdf(
 
 def test_frequencies_follow_the_softmax() -> None:
     probabilities = [0.5, 0.25, 0.15, 0.1]
-    rows = torch.tensor([of_probabilities(*probabilities)]).expand(20_000, -1)
-    results = sample(rows, [SampleSpec(SamplingParams(1, seed=7), i, frozenset()) for i in range(20_000)])
+    rows = torch.tensor([of_probabilities(*probabilities)]).expand(5_000, -1)
+    results = sample(rows, [SampleSpec(SamplingParams(1, seed=7), i, frozenset()) for i in range(5_000)])
     counts = Counter(r.token_id for r in results if isinstance(r, SampledToken))
-    chi_squared = sum((counts[i] - 20_000 * p) ** 2 / (20_000 * p) for i, p in enumerate(probabilities))
+    chi_squared = sum((counts[i] - 5_000 * p) ** 2 / (5_000 * p) for i, p in enumerate(probabilities))
     assert chi_squared < 16.27  # 99.9 % quantile, three degrees of freedom
 
 
@@ -132,6 +135,14 @@ def test_frequencies_follow_the_softmax() -> None:
 )
 def test_filters_leave_exactly_these_tokens(params: SamplingParams, expected: set[int]) -> None:
     assert support(of_probabilities(0.19, 0.3, 0.11, 0.4), params) == expected
+
+
+@pytest.mark.parametrize("top_p", [0.2, 0.6, 0.999999])
+def test_a_nucleus_may_be_larger_than_the_part_that_is_sorted_first(top_p: float) -> None:
+    logits = np.random.default_rng(1).permutation(np.linspace(-1, 1, 30_000, dtype=np.float32)).tolist()
+    params = SamplingParams(1, top_p=top_p, seed=4)
+    for position in range(3):
+        assert draw(logits, params, position).token_id == expected_token(logits, params, position)
 
 
 def test_among_equal_logits_lower_ids_survive_the_filters() -> None:
