@@ -30,7 +30,7 @@ from router.validate import Planner
 
 
 def create_app(settings: RouterSettings) -> web.Application:
-    """Builds the application; workers are contacted when it starts. Run it with handler cancellation on.
+    """Builds the application; workers are contacted when it starts.
 
     Raises:
         ConfigError: the checkpoint's generation_config.json cannot be used.

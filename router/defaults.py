@@ -37,8 +37,10 @@ def load_defaults(model: str | None, *, ignore: bool) -> SamplingDefaults:
         return SamplingDefaults()
     try:
         raw = json.loads((folder / FILE).read_bytes())
-        defaults = SamplingDefaults.model_validate({k: v for k, v in dict(raw).items() if v is not None})
-    except (OSError, ValueError, TypeError) as error:
+        if isinstance(raw, dict):
+            raw = {name: value for name, value in raw.items() if value is not None}
+        defaults = SamplingDefaults.model_validate(raw)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / FILE}: {error}; fix it or start with --ignore-generation-config") from error
     if defaults.repetition_penalty != 1.0:
         raise ConfigError(

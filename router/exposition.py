@@ -13,6 +13,7 @@ from common.pb import worker_pb2
 from router.calls import worker_errors
 from router.fleet import Fleet
 from router.worker import Worker
+from router.worker_state import State
 
 log = get_logger()
 
@@ -37,8 +38,9 @@ async def exposition(own: CollectorRegistry, fleet: Fleet, timeout_s: float) -> 
     """Prometheus text of the router and of every worker that answers in time."""
     merged = MergedFamilies()
     merged.add(own.collect())
-    answers = await asyncio.gather(*(_of_worker(worker, timeout_s) for worker in fleet.workers))
-    for worker, text in zip(fleet.workers, answers, strict=True):
+    alive = [worker for worker in fleet.workers if worker.state is not State.DEAD]
+    answers = await asyncio.gather(*(_of_worker(worker, timeout_s) for worker in alive))
+    for worker, text in zip(alive, answers, strict=True):
         merged.add(text_string_to_metric_families(text), {"worker": worker.id, "role": worker.side})
     return generate_latest(merged)
 

@@ -8,6 +8,7 @@ from common.config import RouterSettings
 from common.errors import NotFoundError
 from common.sampling import FinishReason
 from router.answer import TokenCount, envelope_bytes, stream_choice, stream_event, whole_answer, whole_choice
+from router.calls import task_group
 from router.chunk import Chunk
 from router.json_body import read_body
 from router.keys import FLEET, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, UNKNOWN_FIELDS
@@ -46,7 +47,7 @@ class Job:
     def note(self, plan: ChoicePlan, chunk: Chunk) -> None:
         """Keeps the clock, the cache hit and the outcome up to date."""
         self.clock.tokens(plan.index, len(chunk.tokens))
-        if plan.index == 0 and chunk.tokens and not self.count.cached:
+        if plan.index == 0 and chunk.num_cached_tokens:
             self.count.cached = chunk.num_cached_tokens
         if chunk.finish and chunk.finish.reason is FinishReason.ABORT:
             self.clock.outcome = "aborted"
@@ -65,15 +66,15 @@ async def generate(request: web.Request) -> web.StreamResponse:
 async def abort_requests(request: web.Request) -> web.Response:
     """Ends live requests with finish reason "abort". Raises NotFoundError if none of the ids is live."""
     body = await read_body(request, AbortRequestsRequest, request.app[UNKNOWN_FIELDS])
-    live = {name: request.app[LIVE].get(name) for name in dict.fromkeys(body.request_ids)}
-    unknown = [name for name, found in live.items() if found is None]
-    if len(unknown) == len(live):
+    names = list(dict.fromkeys(body.request_ids))
+    live = {name: found for name in names if (found := request.app[LIVE].get(name))}
+    unknown = [name for name in names if name not in live]
+    if not live:
         raise NotFoundError(f"no live request has the id {', '.join(unknown)[:512]}", param="request_ids")
-    for found in live.values():
-        if found is not None:
-            await request.app[PIPELINE].abort(found)
-    aborted = [name for name, found in live.items() if found is not None]
-    answer = AbortRequestsResponse(aborted=aborted, unknown=unknown)
+    async with task_group() as group:
+        for found in live.values():
+            group.create_task(request.app[PIPELINE].abort(found))
+    answer = AbortRequestsResponse(aborted=list(live), unknown=unknown)
     return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
 
 

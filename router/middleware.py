@@ -1,5 +1,7 @@
 """The supervisor of all handlers: nothing leaves the router but JSON, and a broken stream never looks finished."""
 
+import asyncio
+
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -23,6 +25,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return await _answer(request, error)
     except web.HTTPException as error:
         return aiohttp_response(error, request)
+    except asyncio.CancelledError:
+        log.info("client_left", path=request.path, status=CLIENT_LEFT)
+        raise
     except ConnectionResetError:
         log.info("client_left", path=request.path, status=CLIENT_LEFT)
         return web.Response(status=CLIENT_LEFT)

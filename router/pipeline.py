@@ -79,15 +79,20 @@ class Pipeline:
 
     async def _abort_choice(self, choice: LiveChoice, live: LiveRequest) -> None:
         """Decode first: it then drops the handoff itself, instead of reporting a broken one."""
-        request = worker_pb2.AbortRequest(request_id=choice.request_id)
-        for worker in (choice.pair.decode, choice.pair.prefill):
-            for _ in range(ABORT_ATTEMPTS if worker else 0):
-                assert worker is not None
-                with worker_errors(worker.id):
-                    reply = await worker.control.Abort(request, timeout=self._timeout_s)
-                if reply.found or worker is choice.pair.prefill or choice.request_id not in live.choices:
-                    break
+        for attempt in range(ABORT_ATTEMPTS):
+            if attempt:
                 await asyncio.sleep(ABORT_RETRY_S)
+            if await self._tell(choice.pair.decode, choice) or choice.request_id not in live.choices:
+                break
+        if choice.pair.prefill:
+            await self._tell(choice.pair.prefill, choice)
+
+    async def _tell(self, worker: Worker, choice: LiveChoice) -> bool:
+        """Whether the worker knew the choice."""
+        with worker_errors(worker.id):
+            request = worker_pb2.AbortRequest(request_id=choice.request_id)
+            reply = await worker.control.Abort(request, timeout=self._timeout_s)
+        return reply.found
 
 
 class _ChoiceRun:
@@ -104,7 +109,7 @@ class _ChoiceRun:
     async def run(self, failure: Failure) -> None:
         """Relays the decode stream to its end. Raises as soon as either call, or `failure`, does."""
         async with task_group() as group:
-            watcher = group.create_task(_raise_when_set(failure))
+            watcher = group.create_task(self._watch(failure))
             call = self._pair.decode.decode.Generate(self._decode_request())
             try:
                 while not self._finished:
@@ -113,6 +118,14 @@ class _ChoiceRun:
             finally:
                 call.cancel()
                 watcher.cancel()
+
+    async def _watch(self, failure: Failure) -> None:
+        """Raises what the fleet or the drain has to say, unless the choice is finished."""
+        try:
+            await failure
+        except MoerelayError:
+            if not self._finished:
+                raise
 
     async def _next_event(self, call: GenerateCall) -> decode_pb2.GenerateEvent:
         worker = self._pair.decode
@@ -133,8 +146,9 @@ class _ChoiceRun:
             self._prefill = group.create_task(self._run_prefill(self._pair.prefill, event.lease))
             return
         chunk = chunk_from_pb(event.chunk)
-        await self._sink(chunk)
+        # Before the sink: what goes wrong while the client takes the last event changes nothing any more.
         self._finished = chunk.finish is not None
+        await self._sink(chunk)
 
     async def _run_prefill(self, worker: Worker, lease: prefill_pb2.Lease) -> None:
         try:
@@ -182,7 +196,3 @@ class _ChoiceRun:
     def _routing(self) -> types_pb2.RoutingParams:
         start = self._plan.routing_start
         return types_pb2.RoutingParams(enabled=start is not None, start=start or 0)
-
-
-async def _raise_when_set(failure: Failure) -> None:
-    await failure

@@ -36,15 +36,7 @@ async def serve(settings: RouterSettings) -> None:
         StartupError: the port cannot be bound, or the configuration is wrong.
     """
     app = create_app(settings)
-    # Without handler_cancellation a client that left would go on occupying both workers.
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,
-        keepalive_timeout=KEEPALIVE_S,
-        shutdown_timeout=CLOSING_S,
-        max_field_size=MAX_HEADER_BYTES,
-    )
+    runner = create_runner(app)
     await runner.setup()
     try:
         with _signals() as (stop, force):
@@ -53,6 +45,19 @@ async def serve(settings: RouterSettings) -> None:
             await _drain(app[LIVE], force, settings.drain_timeout_s)
     finally:
         await runner.cleanup()
+
+
+def create_runner(app: web.Application) -> web.AppRunner:
+    """How the application must be run, in the process and in tests."""
+    return web.AppRunner(
+        app,
+        access_log=None,
+        # Without it a client that left would go on occupying both workers.
+        handler_cancellation=True,
+        keepalive_timeout=KEEPALIVE_S,
+        shutdown_timeout=CLOSING_S,
+        max_field_size=MAX_HEADER_BYTES,
+    )
 
 
 @contextmanager
@@ -101,6 +106,5 @@ async def _drain(live: LiveRequests, force: asyncio.Event, timeout_s: float) -> 
     finally:
         for wait in waits:
             wait.cancel()
-    if len(live) and not force.is_set():
-        live.fail_all(UnavailableError("the router was stopped before the request was finished"))
-    log.info("router_stopped", unfinished=len(live))
+    log.info("router_stopping", unfinished=len(live))
+    live.fail_all(UnavailableError("the router was stopped before the request was finished"))

@@ -74,7 +74,7 @@ class Script:
     chunk_tokens: int = 1
     #: Prompt rows per chunk without tokens; 0 sends them with the first token.
     prompt_chunk: int = 0
-    #: Tokens after which decode waits for `release`.
+    #: Chunks after which decode waits for `release`.
     hold_after: int | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     #: Tokens after which decode raises `decode_error`, or ends its stream without a finish reason if that is None.
@@ -111,9 +111,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
         #: Ids whose call was cancelled from outside.
         self.cancelled: list[str] = []
         self.live: dict[str, asyncio.Event] = {}
-        self.changed = asyncio.Condition()
+        #: While clear, heartbeats get no answer.
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self._changed = asyncio.Event()
 
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.WorkerStatus:
+        await self.answers.wait()
         return worker_pb2.WorkerStatus(
             worker_id=self.worker_id,
             instance_id=self.instance_id,
@@ -145,8 +149,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
             if request.prefill_site == decode_pb2.PREFILL_SITE_REMOTE:
                 lease = prefill_pb2.Lease(transfer_id=1, endpoint="inproc://fake")
                 await context.write(decode_pb2.GenerateEvent(lease=lease))
-            for chunk in _chunks(request, self.script):
-                await self._hold(chunk.first_token, aborted)
+            for num_sent, chunk in enumerate(_chunks(request, self.script)):
+                await self._hold(num_sent, aborted)
                 if aborted.is_set():
                     await context.write(_event(finish_reason=types_pb2.FINISH_REASON_ABORT))
                     return
@@ -155,6 +159,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
                         raise self.script.decode_error
                     return
                 self.num_chunks += 1
+                self._tell()
                 await context.write(decode_pb2.GenerateEvent(chunk=chunk.message))
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
@@ -165,15 +170,21 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
                 raise self.script.prefill_error
             return prefill_pb2.PrefillReply(num_computed_tokens=len(request.token_ids))
 
+    async def CheckInvariants(
+        self, request: worker_pb2.CheckInvariantsRequest, context: Context
+    ) -> worker_pb2.CheckInvariantsReply:
+        return worker_pb2.CheckInvariantsReply()
+
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Returns once `condition` holds; it is looked at whenever a call starts or ends."""
-        async with self.changed:
-            await asyncio.wait_for(self.changed.wait_for(condition), 10)
+        """Returns once `condition` holds; it is looked at whenever a call starts, advances or ends."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await self._changed.wait()
 
     @asynccontextmanager
     async def _serving(self, request_id: str) -> AsyncIterator[asyncio.Event]:
         aborted = self.live[request_id] = asyncio.Event()
-        await self._tell()
+        self._tell()
         try:
             yield aborted
         except asyncio.CancelledError:
@@ -181,10 +192,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
             raise
         finally:
             del self.live[request_id]
-            asyncio.get_running_loop().create_task(self._tell())  # noqa: RUF006  (a cancelled call cannot await)
+            self._tell()
 
-    async def _hold(self, first_token: int, aborted: asyncio.Event) -> None:
-        if self.script.hold_after is None or first_token < self.script.hold_after:
+    def _tell(self) -> None:
+        """Wakes everybody who waits now; later ones wait for the next change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _hold(self, num_sent: int, aborted: asyncio.Event) -> None:
+        if self.script.hold_after is None or num_sent < self.script.hold_after:
             return
         waits = [asyncio.ensure_future(event.wait()) for event in (self.script.release, aborted)]
         try:
@@ -192,10 +208,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
         finally:
             for wait in waits:
                 wait.cancel()
-
-    async def _tell(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from common.routing.codec import base642numpy
 from router.app import create_app
 from router.keys import FLEET
 from router.schemas import GenerateResponse, GenerateStreamResponse
+from router.server import create_runner
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
 
 GENERATE = "/inference/v1/generate"
@@ -36,7 +37,7 @@ class Cluster:
         async with self.http.post(path, json=body, **kwargs) as response:
             return response.status, strict_json(await response.text())
 
-    async def generate(self, token_ids: list[int], stream: bool = False, **sampling: Any) -> dict[str, Any]:
+    async def generate(self, token_ids: list[int], **sampling: Any) -> dict[str, Any]:
         """A whole answer, checked against its schema."""
         status, answer = await self.post({"token_ids": token_ids, "sampling_params": sampling})
         assert status == 200, answer
@@ -108,7 +109,7 @@ def joined_tokens(choices: list[dict[str, Any]]) -> list[int]:
 async def router_over(settings: RouterSettings) -> AsyncIterator[tuple[web.Application, str]]:
     """A router on a free port; heartbeats have been answered (or not) once."""
     app = create_app(settings)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = create_runner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -139,11 +140,8 @@ async def over(prefills: list[FakeWorker], decodes: list[FakeWorker], **settings
     async with AsyncExitStack() as stack:
         for worker in prefills + decodes:
             await stack.enter_async_context(serving(worker))
-        configured = RouterSettings(
-            prefill=[worker.address for worker in prefills],
-            decode=[worker.address for worker in decodes],
-            **{"heartbeat_interval_s": 0.05} | settings,
-        )
+        workers = {"prefill": [w.address for w in prefills], "decode": [w.address for w in decodes]}
+        configured = RouterSettings(**workers | {"heartbeat_interval_s": 0.05} | settings)
         app, url = await stack.enter_async_context(router_over(configured))
         http = await stack.enter_async_context(aiohttp.ClientSession(url, read_bufsize=2**16))
         yield Cluster(app, http, prefills, decodes)

@@ -1,0 +1,160 @@
+"""Who may serve: heartbeats, pairing field by field, placement."""
+
+from typing import Any
+
+import pytest
+
+from common.pb import types_pb2
+from common.rpc import PROTOCOL_VERSION
+from router.placement import Candidate, choose
+from router.worker_state import State, WorkerState
+from tests.fakes.fake_workers import FakeWorker, Script, description
+from tests.unit.router.cluster import Cluster, over, running
+
+BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
+
+UNEQUAL: dict[str, Any] = {
+    "family": "mixtral",
+    "fingerprint": "beef",
+    "weight_version": "8",
+    "dtype": "bfloat16",
+    "numerics": "other",
+    "num_layers": 3,
+    "num_experts": 16,
+    "top_k": 1,
+    "vocab_size": 301,
+    "max_model_len": 64,
+    "block_size": 32,
+    "num_kv_heads": 4,
+    "head_dim": 16,
+    "routing_dtype": "uint16",
+    "routing_enabled": False,
+    "eos_token_ids": [2, 3],
+}
+
+
+def test_every_field_of_the_description_is_tried() -> None:
+    assert set(UNEQUAL) == {field.name for field in types_pb2.ModelDescription.DESCRIPTOR.fields}
+
+
+def pair(prefill: types_pb2.ModelDescription) -> tuple[list[FakeWorker], list[FakeWorker]]:
+    return (
+        [FakeWorker("prefill-0", types_pb2.ROLE_PREFILL, Script(prefill))],
+        [FakeWorker("decode-0", types_pb2.ROLE_DECODE, Script())],
+    )
+
+
+async def assert_refused(cluster: Cluster, worker_id: str, reason: str) -> None:
+    """The worker is named with its reason, nothing is served, and no worker hears of a request."""
+    status, answer = await cluster.get("/ready")
+    assert (status, answer["error"]["type"]) == (503, "ServiceUnavailableError")
+    _, view = await cluster.get("/cluster")
+    refused = {worker["id"]: worker["refused"] for worker in view["workers"]}
+    assert reason in refused[worker_id]
+    status, answer = await cluster.post(BODY)
+    assert status == 503
+    assert reason in answer["error"]["message"]
+    assert all(not worker.decode_requests for worker in cluster.decode)
+    async with cluster.http.get("/metrics") as response:
+        assert f'moerelay_worker_refused{{role="{worker_id[:-2]}",worker="{worker_id}"}} 1.0' in await response.text()
+
+
+@pytest.mark.parametrize("field", UNEQUAL)
+async def test_workers_that_differ_in_one_field_are_not_paired(field: str) -> None:
+    prefills, decodes = pair(description(**{field: UNEQUAL[field]}))
+    async with over(prefills, decodes) as cluster:
+        await assert_refused(cluster, "prefill-0", "routing capture" if field == "routing_enabled" else f"{field} is ")
+
+
+async def test_unequal_routing_switches_are_refused_also_without_rows() -> None:
+    prefills, decodes = pair(description(routing_enabled=False))
+    async with over(prefills, decodes, enable_return_routed_experts=False) as cluster:
+        await assert_refused(cluster, "prefill-0", "routing_enabled is True on decode-0 and False on prefill-0")
+
+
+async def test_protocol_versions_must_be_equal() -> None:
+    prefills, decodes = pair(description())
+    prefills[0].protocol_version = PROTOCOL_VERSION + 1
+    async with over(prefills, decodes) as cluster:
+        await assert_refused(cluster, "prefill-0", f"protocol version {PROTOCOL_VERSION + 1}")
+
+
+async def test_a_worker_listed_on_the_wrong_side_is_refused() -> None:
+    script = Script()
+    wrong = FakeWorker("prefill-0", types_pb2.ROLE_DECODE, script)
+    async with over([wrong], [FakeWorker("decode-0", types_pb2.ROLE_DECODE, script)]) as cluster:
+        await assert_refused(cluster, "prefill-0", "listed under --prefill and says its role is ROLE_DECODE")
+
+
+async def test_order_of_end_of_sequence_ids_does_not_matter() -> None:
+    prefills, decodes = pair(description(eos_token_ids=[2, 3]))
+    decodes[0].script.model = description(eos_token_ids=[3, 2])
+    async with over(prefills, decodes) as cluster:
+        assert (await cluster.get("/ready"))[0] == 200
+
+
+async def test_a_misfit_leaves_the_others_serving() -> None:
+    prefills, decodes = pair(description())
+    prefills.insert(0, FakeWorker("prefill-1", types_pb2.ROLE_PREFILL, Script(description(dtype="bfloat16"))))
+    async with over(prefills, decodes) as cluster:
+        for _ in range(3):
+            await cluster.canary()
+        assert (len(prefills[0].prefill_requests), len(prefills[1].prefill_requests)) == (0, 3)
+
+
+async def test_draining_workers_get_nothing_new() -> None:
+    async with running(decode=2) as cluster:
+        cluster.decode[0].draining = True
+        await cluster.until_settled()
+        _, view = await cluster.get("/cluster")
+        assert [worker["state"] for worker in view["workers"]] == ["healthy", "draining", "healthy"]
+        for _ in range(3):
+            await cluster.canary()
+        assert (len(cluster.decode[0].decode_requests), len(cluster.decode[1].decode_requests)) == (0, 3)
+
+
+async def test_idle_workers_take_turns() -> None:
+    async with running(prefill=2, decode=3) as cluster:
+        for _ in range(6):
+            await cluster.canary()
+        assert [len(worker.decode_requests) for worker in cluster.decode] == [2, 2, 2]
+        assert [len(worker.prefill_requests) for worker in cluster.prefill] == [3, 3]
+
+
+def test_placement_prefers_the_least_loaded_then_the_longest_unused() -> None:
+    busy, idle, recent = Candidate("busy", 3, 0), Candidate("idle", 1, 4), Candidate("recent", 1, 9)
+    assert choose([busy, recent, idle]) == "idle"
+    assert choose([busy, recent]) == "recent"
+
+
+def test_a_worker_is_dead_until_it_is_heard() -> None:
+    state = WorkerState(silence_limit_s=3)
+    assert state.at(0) is State.DEAD
+    state.heard(10, draining=False)
+    assert state.at(10) is State.HEALTHY
+
+
+def test_one_miss_is_suspect_and_two_are_dead() -> None:
+    state = WorkerState(silence_limit_s=3)
+    state.heard(10, draining=False)
+    state.missed()
+    assert state.at(10.5) is State.SUSPECT
+    state.missed()
+    assert state.at(10.6) is State.DEAD
+    state.heard(11, draining=False)
+    assert state.at(11) is State.HEALTHY
+
+
+def test_silence_is_suspect() -> None:
+    state = WorkerState(silence_limit_s=3)
+    state.heard(10, draining=True)
+    assert state.at(13) is State.DRAINING
+    assert state.at(13.1) is State.SUSPECT
+
+
+def test_requests_that_fail_never_make_a_worker_dead() -> None:
+    state = WorkerState(silence_limit_s=3)
+    state.heard(10, draining=False)
+    for _ in range(5):
+        state.suspect()
+    assert state.at(10) is State.SUSPECT
