@@ -5,7 +5,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.model.families import FAMILIES
+from common.model.presets import PRESETS
 from deploy.arguments import ArgumentParser, integer
 
 Override = bool | int | float | str | list[object] | None
@@ -24,8 +25,8 @@ def override(text: str) -> tuple[str, Override]:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("moerelay make-model", "Write a seeded random checkpoint in Hugging Face form.")
-    parser.add_argument("--family", required=True, help="model_type, e.g. qwen3_moe or mixtral")
-    parser.add_argument("--preset", choices=("tiny", "bench"), default="tiny", help="sizes (default: %(default)s)")
+    parser.add_argument("--family", choices=FAMILIES, required=True, help="architecture")
+    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="sizes (default: %(default)s)")
     parser.add_argument("--seed", type=integer(0), default=0, help="default: %(default)s")
     parser.add_argument(
         "--set",
@@ -36,17 +37,14 @@ def _parser() -> ArgumentParser:
         dest="overrides",
         help="a value of config.json instead of the preset's, e.g. num_experts=257 or mlp_only_layers=[0]; repeatable",
     )
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not hold anything yet")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write; must be empty or not exist")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    out: Path = arguments.out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists and is not an empty directory")
-    from common.model.synthesize import synthesize
+    from common.model.synthesize import synthesize  # imports torch
 
-    synthesize(arguments.family, arguments.preset, arguments.seed, dict(arguments.overrides), out)
-    print(out)
+    synthesize(arguments.family, arguments.preset, arguments.seed, dict(arguments.overrides), arguments.out)
+    print(arguments.out)
     return 0

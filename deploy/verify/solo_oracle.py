@@ -54,7 +54,8 @@ class SoloOracle:
             ConfigError: this process cannot compute as the cluster does, or the cluster serves other weights.
             CheckpointError: the checkpoint is broken.
         """
-        torch.set_num_threads(num_cores())
+        # The other half is the cluster's, if it runs here. Threads that wait for one another on busy cores are slow.
+        torch.set_num_threads(max(1, num_cores() // 2))
         device, dtype = _same_arithmetic(served.numerics)
         loaded = load_model(path, config, dtype, device, progress=True)
         if loaded.fingerprint != served.fingerprint:
