@@ -17,6 +17,7 @@ import structlog
 
 from common.engine.request import RequestId
 from common.errors import HandoffCorruptError, HandoffError, OverloadedError, WorkerLostError
+from common.handoff.background import BackgroundTasks
 from common.handoff.channel import Listener, PeerGone, PeerId, Received
 from common.handoff.frames import ChunkFrames, decode_from_prefill, encode
 from common.handoff.leases import (
@@ -119,12 +120,12 @@ class HandoffReceiver:
         #: Held while one message is handled: whoever holds it knows that no write is under way.
         self._handling = asyncio.Lock()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handoff-write")
-        self._tasks = asyncio.TaskGroup()
-        self._running: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        self._running = [self._tasks.create_task(self._receive()), self._tasks.create_task(self._expire())]
+        self._tasks.start(self._receive())
+        self._tasks.start(self._expire())
         return self
 
     async def __aexit__(
@@ -132,10 +133,8 @@ class HandoffReceiver:
     ) -> None:
         async with self._handling:
             await self._report(self._book.end_all("the decode worker is shutting down"))
-            for task in self._running:
-                task.cancel()
+            await self._tasks.__aexit__(kind, error, trace)
         self._writer.shutdown()
-        await self._tasks.__aexit__(kind, error, trace)
 
     @property
     def num_active(self) -> int:

@@ -8,11 +8,19 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from common.errors import HandoffError, HandoffTimeoutError, MoerelayError, OverloadedError, WorkerLostError
+from common.errors import (
+    HandoffError,
+    HandoffRefusedError,
+    HandoffTimeoutError,
+    MoerelayError,
+    OverloadedError,
+    WorkerLostError,
+)
+from common.handoff.background import BackgroundTasks
 from common.handoff.channel import Connector
 from common.handoff.frames import TARGET_PAYLOAD_BYTES, Frame, encode
 from common.handoff.leases import LeaseRef
-from common.handoff.messages import Abort, Chunk, Close, Credit, Done, HandoffIdentity, Reject, Renew
+from common.handoff.messages import Abort, Chunk, Close, Credit, Done, HandoffIdentity, Ready, Reject, Renew
 from common.handoff.outgoing import MAX_TRANSFERS, OutgoingState, OutgoingTransfer
 from common.handoff.payload import OFFLOAD_BYTES, Payload, read_payload
 from common.handoff.session import Session
@@ -169,9 +177,8 @@ class HandoffSender:
         self._identity = identity
         self._timeout_s = timeout_s
         self._sessions: dict[str, Session] = {}
-        self._serving: set[asyncio.Task[None]] = set()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handoff-read")
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -180,8 +187,6 @@ class HandoffSender:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in tuple(self._serving):
-            task.cancel()
         await self._tasks.__aexit__(kind, error, trace)
         self._reader.shutdown()
 
@@ -193,7 +198,7 @@ class HandoffSender:
     @property
     def num_connections(self) -> int:
         """Decode workers to which a connection exists."""
-        return len(self._sessions)
+        return sum(not session.is_over for session in self._sessions.values())
 
     @asynccontextmanager
     async def transfer(self, lease: LeaseRef, *, routing: bool) -> AsyncIterator[Transfer]:
@@ -205,9 +210,9 @@ class HandoffSender:
             HandoffTimeoutError, HandoffCorruptError, WorkerLostError: the handshake failed.
             OverloadedError: too many transfers to this decode worker are under way.
         """
-        session = self._session(lease.endpoint)
-        transfer = await self._open(session, lease, routing=routing)
-        renewal = self._tasks.create_task(transfer.keep_lease())
+        session, ready = await self._ready_session(lease)
+        transfer = self._open(session, ready, lease, routing=routing)
+        renewal = self._tasks.start(transfer.keep_lease())
         try:
             yield transfer
             transfer.abandon("it was never finished")
@@ -218,8 +223,22 @@ class HandoffSender:
             renewal.cancel()
             session.detach(transfer)
 
-    async def _open(self, session: Session, lease: LeaseRef, *, routing: bool) -> Transfer:
-        ready = await session.ready(lease)
+    async def _ready_session(self, lease: LeaseRef) -> tuple[Session, Ready]:
+        session = self._session(lease.endpoint)
+        ready = await session.ready()
+        if ready.identity.instance_id != lease.instance_id and session.num_transfers == 0:
+            # The decode worker may have restarted, and the loss of the old connection not shown yet: ask once more.
+            session.end(WorkerLostError(f"the decode worker at {lease.endpoint} was replaced"))
+            session = self._session(lease.endpoint)
+            ready = await session.ready()
+        if ready.identity.instance_id != lease.instance_id:
+            raise HandoffRefusedError(
+                f"the lease was granted by instance {lease.instance_id} of the decode worker at {lease.endpoint}, "
+                f"which has been replaced by {ready.identity.instance_id}; ask for a new lease"
+            )
+        return session, ready
+
+    def _open(self, session: Session, ready: Ready, lease: LeaseRef, *, routing: bool) -> Transfer:
         if session.num_transfers >= MAX_TRANSFERS:
             raise OverloadedError(f"{MAX_TRANSFERS} handoffs to {lease.endpoint} are under way; try again later")
         row_bytes = self._store.routing.row_bytes if routing else 0
@@ -241,13 +260,10 @@ class HandoffSender:
         if session is None or session.is_over:
             link = self._connector.connect(endpoint)
             session = self._sessions[endpoint] = Session(link, endpoint, self._identity, timeout_s=self._timeout_s)
-            task = self._tasks.create_task(session.run())
-            self._serving.add(task)
-            task.add_done_callback(partial(self._on_served, session))
+            self._tasks.start(session.run()).add_done_callback(partial(self._on_over, session))
         return session
 
-    def _on_served(self, session: Session, task: asyncio.Task[None]) -> None:
-        self._serving.discard(task)
+    def _on_over(self, session: Session, _: asyncio.Task[None]) -> None:
         session.end(WorkerLostError("the prefill worker closed its handoff connections"))
         if self._sessions.get(session.endpoint) is session:
             del self._sessions[session.endpoint]

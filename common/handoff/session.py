@@ -113,23 +113,17 @@ class Session:
         if transfer is not None and transfer.lease.generation == message.generation:
             transfer.on_message(message)
 
-    async def ready(self, lease: LeaseRef) -> Ready:
-        """Waits for the handshake; returns the credit rules.
+    async def ready(self) -> Ready:
+        """Waits for the handshake; returns who D is and what it allows.
 
         Raises:
-            HandoffRefusedError: the two workers do not fit, or D is not the process that granted the lease.
+            HandoffRefusedError: the two workers do not fit.
             HandoffTimeoutError, HandoffCorruptError, WorkerLostError: there was no proper answer.
         """
         await self._settled.wait()
         if self._error is not None:
             raise self._error
         assert self._ready is not None, "settled without an outcome"
-        instance_id = self._ready.identity.instance_id
-        if instance_id != lease.instance_id:
-            raise HandoffRefusedError(
-                f"the lease was granted by instance {lease.instance_id} of the decode worker at {self.endpoint}, "
-                f"which has been replaced by {instance_id}; ask for a new lease"
-            )
         return self._ready
 
     def attach(self, transfer: Answers) -> None:

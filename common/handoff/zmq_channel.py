@@ -17,7 +17,15 @@ from common.config import is_loopback
 from common.errors import ConfigError, HandoffRefusedError, WorkerLostError
 from common.handoff.channel import HIGH_WATER_MARK, PeerGone, PeerId, Received
 from common.handoff.frames import Frame
-from common.handoff.zmq_socket import BACKLOG, CONNECT_TIMEOUT_MS, MonitoredSocket, future_of, new_socket, tcp_host
+from common.handoff.zmq_socket import (
+    BACKLOG,
+    CONNECT_TIMEOUT_MS,
+    MonitoredSocket,
+    future_of,
+    new_socket,
+    settled,
+    tcp_host,
+)
 
 #: Seconds after a disconnect at which peers are probed: at once, and again because the socket may learn of the loss a
 #: little later than the monitor.
@@ -139,18 +147,12 @@ class ZmqLink:
 
     @property
     def closed(self) -> bool:
-        return bool(self._socket.socket.closed)
+        return self._socket.closed
 
     async def send(self, frames: Sequence[Frame]) -> None:
         if self._lost or self.closed:
             raise self._loss()
-        future = future_of(self._socket.socket.send_multipart(frames, copy=False))
-        if not future.done():
-            try:
-                await asyncio.wait([future])
-            finally:
-                future.cancel()
-        # Closing the socket cancels what waits for it; that must not look like a cancelled task.
+        future = await settled(self._socket.socket.send_multipart(frames, copy=False))
         if future.cancelled():
             raise self._loss()
         future.result()
@@ -168,16 +170,17 @@ class ZmqLink:
         return True
 
     async def receive(self) -> Sequence[Frame]:
-        while True:
+        while not self.closed:
             # Looked up before the messages, so that those that came before the loss are received before it shows.
             self._lost = self._lost or self._socket.lost_connection()
             message = self._socket.receive_now()
             if message is None:
                 if self._lost:
-                    raise self._loss()
+                    break
                 await self._socket.wait()
             elif len(message) > 1 or message[0].buffer.nbytes:
                 return [frame.buffer for frame in message]
+        raise self._loss()
 
     def close(self) -> None:
         self._socket.close()

@@ -54,8 +54,8 @@ class MonitoredSocket:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when there is a message or an event, or after the timeout."""
-        await self._poller.poll(-1 if timeout_s is None else max(1, round(timeout_s * 1000)))
+        """Returns when there is a message or an event, when the socket is closed, or after the timeout."""
+        await settled(self._poller.poll(-1 if timeout_s is None else max(1, round(timeout_s * 1000))))
 
     def receive_now(self) -> list[zmq.Frame] | None:
         """The next message, if one is there."""
@@ -70,8 +70,12 @@ class MonitoredSocket:
             lost = True
         return lost
 
+    @property
+    def closed(self) -> bool:
+        return bool(self.socket.closed)
+
     def close(self) -> None:
-        if not self.socket.closed:
+        if not self.closed:
             self.socket.disable_monitor()
             self._monitor.close(linger=0)
             self.socket.close()
@@ -88,6 +92,17 @@ def future_of(result: Awaitable[ResultT]) -> "asyncio.Future[ResultT]":
     """What the calls of zmq.asyncio really return; with NOBLOCK it is done already."""
     assert isinstance(result, asyncio.Future)
     return result
+
+
+async def settled(result: Awaitable[ResultT]) -> "asyncio.Future[ResultT]":
+    """Waits for a call of zmq.asyncio. Closing its socket cancels the call, but that is no cancellation of this task."""
+    future = future_of(result)
+    if not future.done():
+        try:
+            await asyncio.wait([future])
+        finally:
+            future.cancel()
+    return future
 
 
 def new_socket(

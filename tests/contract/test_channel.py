@@ -1,6 +1,7 @@
 """What every handoff transport promises, whatever the messages mean."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -35,6 +36,19 @@ async def received(listener: Listener) -> Received:
 async def greet(listener: Listener, link: Link) -> PeerId:
     await link.send([b"hello"])
     return (await received(listener)).peer
+
+
+async def fill(link: Link, padding: bytes) -> int:
+    """Sends numbered messages until a send would have to wait; returns how many it sent."""
+    num_sent = 0
+    for num_sent in itertools.count():
+        # A queue in front of a connection that is still being made is full too early.
+        sending = asyncio.ensure_future(link.send([b"%d" % num_sent, padding]))
+        done, _ = await asyncio.wait([sending], timeout=0.2)
+        if not done:
+            sending.cancel()
+            break
+    return num_sent
 
 
 def contents(frames: Sequence[Frame]) -> list[bytes]:
@@ -79,13 +93,10 @@ async def test_a_full_queue_blocks_its_own_link_only(transport: Transport) -> No
     async with ends(transport, high_water_mark=4) as (listener, connector):
         stalled, free = connector.connect(listener.endpoint), connector.connect(listener.endpoint)
         padding = bytes(2**18)
-        num_sent = 0
-        while stalled.try_send([b"%d" % num_sent, padding]):
-            num_sent += 1
-            await asyncio.sleep(0)
+        num_sent = await fill(stalled, padding)
         blocked = asyncio.ensure_future(stalled.send([b"%d" % num_sent, padding]))
         await asyncio.wait_for(free.send([b"free"]), 1)
-        numbers = []
+        numbers: list[int] = []
         while len(numbers) <= num_sent:
             frames = contents((await received(listener)).frames)
             if frames != [b"free"]:
@@ -130,13 +141,21 @@ async def test_a_closed_link_is_a_gone_peer(transport: Transport) -> None:
 async def test_closing_a_link_ends_a_send_that_waits(transport: Transport) -> None:
     async with ends(transport, high_water_mark=1) as (listener, connector):
         link = connector.connect(listener.endpoint)
-        while link.try_send([bytes(2**18)]):
-            await asyncio.sleep(0)
+        await fill(link, bytes(2**18))
         blocked = asyncio.ensure_future(link.send([b"x"]))
-        await asyncio.sleep(0)
-        link.close()
+        asyncio.get_running_loop().call_soon(link.close)
         with pytest.raises(WorkerLostError):
             await blocked
+
+
+async def test_closing_a_link_ends_a_receive_that_waits(transport: Transport) -> None:
+    async with ends(transport) as (listener, connector):
+        link = connector.connect(listener.endpoint)
+        await greet(listener, link)
+        waiting = asyncio.ensure_future(link.receive())
+        asyncio.get_running_loop().call_soon(link.close)
+        with pytest.raises(WorkerLostError):
+            await waiting
 
 
 async def test_a_listener_that_restarts_takes_new_links_at_the_same_endpoint(transport: Transport) -> None:
