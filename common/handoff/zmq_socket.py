@@ -95,7 +95,7 @@ def future_of(result: Awaitable[ResultT]) -> "asyncio.Future[ResultT]":
 
 
 async def settled(result: Awaitable[ResultT]) -> "asyncio.Future[ResultT]":
-    """Waits for a call of zmq.asyncio. Closing its socket cancels the call, but that is no cancellation of this task."""
+    """Waits for a call of zmq.asyncio. Closing its socket cancels the call, but must not look like a cancelled task."""
     future = future_of(result)
     if not future.done():
         try:

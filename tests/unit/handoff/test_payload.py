@@ -1,0 +1,111 @@
+"""The bytes of a chunk, against a layout written down by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import RoutingMissingError
+from common.handoff.messages import Chunk, Generation, TransferId
+from common.handoff.payload import Payload, checksum, read_payload, write_payload
+from common.kv.pool import BlockId
+from common.kv.store import KVLayout, KVStore
+from common.routing.record import RoutingLayout
+
+BLOCK_SIZE = 2
+
+
+def make_store(dtype: torch.dtype = torch.float32, num_experts: int = 300) -> KVStore:
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype=dtype)
+    return KVStore(layout, RoutingLayout(num_layers=2, top_k=1, num_experts=num_experts), 4, torch.device("cpu"))
+
+
+def blocks(*ids: int) -> list[BlockId]:
+    return [BlockId(block) for block in ids]
+
+
+def header(payload: Payload, start: int, end: int) -> Chunk:
+    return Chunk(
+        transfer_id=TransferId(1),
+        generation=Generation(1),
+        seq=0,
+        start=start,
+        end=end,
+        kv_bytes=payload.kv.nbytes,
+        rows_bytes=payload.rows.nbytes,
+        kv_checksum=payload.kv_checksum,
+        rows_checksum=payload.rows_checksum,
+    )
+
+
+def test_kv_travels_layer_by_layer_keys_before_values() -> None:
+    store = make_store()
+    # Positions 1 and 2 of a sequence in blocks 3 and 1 are slots 7 and 2.
+    for layer in range(2):
+        for kind in range(2):
+            store.kv_L2SGD[layer, kind, 7] = 100 * layer + 10 * kind + 1
+            store.kv_L2SGD[layer, kind, 2] = 100 * layer + 10 * kind + 2
+    payload = read_payload(store, blocks(3, 1), 1, 3, routing=False)
+    expected = np.array([1, 2, 11, 12, 101, 102, 111, 112], "<f4").tobytes()
+    assert (bytes(payload.kv), bytes(payload.rows)) == (expected, b"")
+
+
+def test_bfloat16_travels_as_its_two_bytes() -> None:
+    store = make_store(torch.bfloat16)
+    store.kv_L2SGD[0, 0, 2] = 1.0
+    assert bytes(read_payload(store, blocks(1), 0, 1, routing=False).kv) == b"\x80\x3f" + bytes(6)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "expected"),
+    [(256, b"\x05\x06"), (300, b"\x05\x00\x2b\x01"), (70_000, b"\x05\x00\x00\x00\x70\x11\x01\x00")],
+)
+def test_rows_travel_little_endian_in_the_models_dtype(num_experts: int, expected: bytes) -> None:
+    store = make_store(num_experts=num_experts)
+    last = {256: 6, 300: 299, 70_000: 70_000}[num_experts]
+    store.write_rows(np.array([2]), np.array([[[5], [last]]]).astype(store.routing.dtype))
+    assert bytes(read_payload(store, blocks(1), 0, 1, routing=True).rows) == expected
+
+
+def test_a_row_that_was_never_recorded_does_not_travel() -> None:
+    with pytest.raises(RoutingMissingError):
+        read_payload(make_store(), blocks(1), 0, 1, routing=True)
+
+
+def test_the_checksum_is_xxh3_64() -> None:
+    # Published test value of XXH3_64bits for no input and seed 0.
+    assert checksum(b"") == 0x2D06800538D394C2
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_read_can_be_written_elsewhere(dtype: torch.dtype, readonly: bool) -> None:
+    source, target = make_store(dtype), make_store(dtype)
+    source.kv_L2SGD.copy_(torch.arange(source.kv_L2SGD.numel()).view(source.kv_L2SGD.shape))
+    rows = np.arange(source.rows_SLK.size).reshape(source.rows_SLK.shape).astype(source.routing.dtype)
+    source.write_rows(np.arange(len(rows)), rows)
+    payload = read_payload(source, blocks(3, 1), 1, 3, routing=True)
+    kv, sent_rows = payload.kv, payload.rows
+    if readonly:
+        kv, sent_rows = memoryview(bytes(kv)), memoryview(bytes(sent_rows))
+    assert write_payload(target, blocks(2, 3), header(payload, 1, 3), kv, sent_rows) is None
+    # Positions 1 and 2 in blocks 2 and 3 are slots 5 and 6; they came from slots 7 and 2.
+    assert torch.equal(target.kv_L2SGD[:, :, [5, 6]], source.kv_L2SGD[:, :, [7, 2]])
+    assert not target.kv_L2SGD[:, :, [0, 1, 2, 3, 4, 7]].any()
+    np.testing.assert_array_equal(target.read_rows(np.array([5, 6])), rows[[7, 2]])
+    with pytest.raises(RoutingMissingError):
+        target.read_rows(np.array([4]))
+
+
+@pytest.mark.parametrize("damaged", ["kv", "rows"])
+def test_one_flipped_bit_is_found_before_anything_is_written(damaged: str) -> None:
+    source, target = make_store(), make_store()
+    source.kv_L2SGD.fill_(1)
+    source.write_rows(np.arange(8), np.ones((8, 2, 1), source.routing.dtype))
+    payload = read_payload(source, blocks(1), 0, 2, routing=True)
+    getattr(payload, damaged)[3] ^= 1
+    complaint = write_payload(target, blocks(1), header(payload, 0, 2), payload.kv, payload.rows)
+    assert complaint is not None
+    assert "checksum" in complaint
+    assert not target.kv_L2SGD.any()
+    with pytest.raises(RoutingMissingError):
+        target.read_rows(np.array([2]))
