@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -62,9 +63,10 @@ class Outbox:
         Raises:
             MoerelayError: the request failed while it waited.
         """
-        ended = asyncio.ensure_future(self._ready.wait())
+        ended = asyncio.create_task(self._ready.wait())
         try:
-            await asyncio.wait([self._leased, ended], return_when=asyncio.FIRST_COMPLETED)
+            waiting: list[asyncio.Future[Any]] = [self._leased, ended]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
         if self._error is not None:

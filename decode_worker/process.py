@@ -4,10 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from common.config import DecodeSettings
 from common.handoff.receiver import HandoffReceiver
 from common.handoff.zmq_channel import ZmqListener
-
-from common.config import DecodeSettings
 from common.model.config import ModelConfig
 from common.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from common.worker.core import WorkerCore, build_core
@@ -26,8 +25,8 @@ async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> No
     server = WorkerServer(settings, lifecycle)
     instance_id = new_instance_id()
     intake = Intake(core.engine)
-    async with running_engine(core), _receiver(settings, core, intake, instance_id) as receiver:
-        service = DecodeService(core, receiver, intake, lifecycle, instance_id)
+    async with running_engine(core), _handoffs(settings, core, intake, instance_id) as (receiver, endpoint):
+        service = DecodeService(core, receiver, intake, lifecycle)
         worker_service, metrics = add_worker_service(
             server,
             settings,
@@ -36,7 +35,7 @@ async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> No
             role=types_pb2.ROLE_BOTH if receiver is None else types_pb2.ROLE_DECODE,
             role_service=service,
             instance_id=instance_id,
-            handoff_endpoint="" if receiver is None else receiver.endpoint,
+            handoff_endpoint=endpoint,
         )
         if receiver is not None:
             _handoff_metrics(metrics, receiver, intake)
@@ -45,11 +44,12 @@ async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> No
 
 
 @asynccontextmanager
-async def _receiver(
+async def _handoffs(
     settings: DecodeSettings, core: WorkerCore, intake: Intake, instance_id: str
-) -> AsyncIterator[HandoffReceiver | None]:
+) -> AsyncIterator[tuple[HandoffReceiver | None, str]]:
+    """The receiver and the endpoint that prefill workers connect to; neither with role both."""
     if settings.role == "both":
-        yield None
+        yield None, ""
         return
     endpoint = settings.handoff_endpoint or f"tcp://{settings.host}:0"
     async with (
@@ -63,7 +63,7 @@ async def _receiver(
             handler=intake,
         ) as receiver,
     ):
-        yield receiver
+        yield receiver, listener.endpoint
 
 
 def _handoff_metrics(metrics: WorkerMetrics, receiver: HandoffReceiver, intake: Intake) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import grpc
 import structlog
-from common.handoff.receiver import GrantedLease, HandoffReceiver
 
 from common.engine.request import EngineRequest, RequestId, Work
 from common.errors import InvalidRequestError, UnavailableError
+from common.handoff.leases import LeaseRef
+from common.handoff.receiver import HandoffReceiver
 from common.messages import finish_to_pb, sampling_from_pb, token_to_pb
 from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2
 from common.routing.record import RoutingArray
@@ -29,14 +30,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     """Streams one choice per call; whatever ends the call frees the request's blocks and lease."""
 
     def __init__(
-        self, core: WorkerCore, receiver: HandoffReceiver | None, intake: Intake, lifecycle: Lifecycle, instance_id: str
+        self, core: WorkerCore, receiver: HandoffReceiver | None, intake: Intake, lifecycle: Lifecycle
     ) -> None:
         self._core = core
         self._receiver = receiver
         self._intake = intake
         self._lifecycle = lifecycle
-        self._instance_id = instance_id
-        self._live: dict[RequestId, GrantedLease | None] = {}
+        self._live: dict[RequestId, LeaseRef | None] = {}
 
     async def abort(self, request_id: RequestId) -> bool:
         """Ends the choice with finish_reason "abort"; a handoff that is still arriving is revoked first."""
@@ -103,7 +103,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     endpoint=lease.endpoint,
                     num_cached_tokens=lease.num_cached_tokens,
                     timeout_s=lease.timeout_s,
-                    instance_id=self._instance_id,
+                    instance_id=lease.instance_id,
                 )
             )
         )
@@ -124,7 +124,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         finally:
             self._core.engine.cancel(request_id)
 
-    async def _revoke(self, lease: GrantedLease | None) -> None:
+    async def _revoke(self, lease: LeaseRef | None) -> None:
         if lease is not None and self._receiver is not None:
             await self._receiver.revoke(lease.transfer_id)
 

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
+from common.config import PrefillSettings
 from common.handoff.sender import HandoffSender
 from common.handoff.zmq_channel import ZmqConnector
-
-from common.config import PrefillSettings
 from common.model.config import ModelConfig
 from common.pb import prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.worker.core import build_core
@@ -38,8 +37,8 @@ async def serve(settings: PrefillSettings, path: Path, config: ModelConfig) -> N
             role_service=service,
             instance_id=instance_id,
         )
-        metrics.counter("handoff_bytes", "Bytes of KV and routing rows shipped.", lambda: sender.bytes_sent)
-        metrics.counter("routing_rows_shipped", "Routing rows shipped to decode workers.", lambda: sender.rows_sent)
-        metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: sender.num_failed)
+        metrics.counter("handoff_bytes", "Bytes of KV and routing rows shipped.", lambda: service.stats.bytes_sent)
+        metrics.counter("routing_rows_shipped", "Routing rows shipped.", lambda: service.stats.rows_sent)
+        metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: service.stats.num_failed)
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
         await server.run([worker_service, prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name])

@@ -2,13 +2,17 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import structlog
-from common.handoff.sender import HandoffSender, LeaseRef, Transfer
 
 from common.engine.request import EngineEvent, EngineRequest, Failed, PromptAdvanced, RequestId, Work
 from common.errors import MoerelayError, UnavailableError, WorkerLostError
+from common.handoff.leases import LeaseRef
+from common.handoff.messages import Generation, TransferId
+from common.handoff.sender import HandoffSender, Transfer
 from common.messages import sampling_from_pb
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.sampling import SampledToken
@@ -53,6 +57,28 @@ class Prompts:
         return self._latest
 
 
+class HandoffStats:
+    """What this worker has handed over since it started."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = 0
+        self.rows_sent = 0
+        self.num_failed = 0
+
+    @contextmanager
+    def counted(self, transfer: Transfer, *, routing: bool) -> Iterator[None]:
+        """Adds one transfer's payload, however it ends; an exception other than cancellation is a failure."""
+        begin = transfer.position
+        try:
+            yield
+        except MoerelayError:
+            self.num_failed += 1
+            raise
+        finally:
+            self.bytes_sent += transfer.num_bytes_sent
+            self.rows_sent += (transfer.position - begin) if routing else 0
+
+
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """One call per choice; whatever ends the call frees the request's blocks and ends the transfer."""
 
@@ -60,6 +86,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._core = core
         self._sender = sender
         self._lifecycle = lifecycle
+        self.stats = HandoffStats()
         self._prompts: dict[RequestId, Prompts] = {}
 
     async def abort(self, request_id: RequestId) -> bool:
@@ -70,7 +97,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return prompts is not None
 
     def check_invariants(self) -> list[str]:
-        return self._sender.check_invariants()
+        surplus = self._sender.num_active - len(self._prompts)
+        return [f"{surplus} transfers are under way for no live request"] if surplus > 0 else []
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
         engine_request = self._engine_request(request)
@@ -102,14 +130,16 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self, request: EngineRequest, lease: prefill_pb2.Lease, prompts: Prompts
     ) -> prefill_pb2.PrefillReply:
         arrived = time.monotonic()
-        async with self._sender.transfer(_lease_ref(lease), routing=request.routing_start is not None) as transfer:
-            self._core.engine.submit(request)
-            first_token = await self._push(transfer, prompts, lease.num_cached_tokens)
-            computed = time.monotonic()
-            await transfer.finish(first_token)
+        routing = request.routing_start is not None
+        async with self._sender.transfer(_lease_ref(lease), routing=routing) as transfer:
+            with self.stats.counted(transfer, routing=routing):
+                self._core.engine.submit(request)
+                first_token = await self._push(transfer, prompts, lease.num_cached_tokens)
+                computed = time.monotonic()
+                await transfer.finish(first_token)
         return prefill_pb2.PrefillReply(
             num_computed_tokens=len(request.prompt),
-            num_bytes_sent=transfer.bytes_sent,
+            num_bytes_sent=transfer.num_bytes_sent,
             compute_s=computed - arrived,
             handoff_tail_s=time.monotonic() - computed,
         )
@@ -127,8 +157,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
 def _lease_ref(lease: prefill_pb2.Lease) -> LeaseRef:
     return LeaseRef(
-        transfer_id=lease.transfer_id,
-        generation=lease.generation,
+        transfer_id=TransferId(lease.transfer_id),
+        generation=Generation(lease.generation),
         endpoint=lease.endpoint,
         num_cached_tokens=lease.num_cached_tokens,
         timeout_s=lease.timeout_s,

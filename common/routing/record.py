@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-RoutingArray = npt.NDArray[np.unsignedinteger] | npt.NDArray[np.int32]
+#: Expert ids in the model's routing dtype: uint8, uint16 or int32.
+RoutingArray = npt.NDArray[np.integer]
 
 
 def routing_dtype(num_experts: int) -> np.dtype[np.unsignedinteger] | np.dtype[np.int32]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from common.config import WorkerSettings
-from common.engine.loop import Engine, EngineLimits
+from common.engine.limits import EngineLimits
+from common.engine.loop import Engine
 from common.errors import ConfigError
 from common.kv.pool import BlockPool
 from common.kv.store import KVLayout, KVStore

@@ -20,7 +20,7 @@ from common.worker.lifecycle import Lifecycle
 
 log = structlog.get_logger()
 
-HealthStatus = health_pb2.HealthCheckResponse.ServingStatus.ValueType
+HealthStatus = health_pb2.HealthCheckResponse.ServingStatus
 
 #: After draining (or at once on a second signal) calls that are still live get this long to unwind.
 STOP_GRACE_S = 1.0
@@ -55,21 +55,20 @@ class WorkerServer:
         )
         async with _signals() as stop:
             await self.grpc.start()
-            await self._set_health(services, health_pb2.HealthCheckResponse.SERVING)
+            await self._set_health(services, serving=True)
             if self._settings.ready_file is not None:
                 write_ready_file(self._settings.ready_file, self.address)
             log.info("worker_ready", address=self.address)
             await stop.wait()
             stop.clear()
-            await self._set_health(services, health_pb2.HealthCheckResponse.NOT_SERVING)
+            await self._set_health(services, serving=False)
             await self._drain_or_second_signal(stop)
             await self.grpc.stop(STOP_GRACE_S)
 
-    async def _set_health(
-        self, services: Sequence[str], status: health_pb2.HealthCheckResponse.ServingStatus.ValueType
-    ) -> None:
+    async def _set_health(self, services: Sequence[str], *, serving: bool) -> None:
+        response = health_pb2.HealthCheckResponse
         for service in ("", *services):
-            await self._health.set(service, status)
+            await self._health.set(service, response.SERVING if serving else response.NOT_SERVING)
 
     async def _drain_or_second_signal(self, stop: asyncio.Event) -> None:
         log.info("worker_draining", timeout_s=self._settings.drain_timeout_s)
