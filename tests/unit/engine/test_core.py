@@ -7,6 +7,7 @@ import pytest
 
 from common.engine.request import RequestId, Work
 from common.errors import InternalError, InvalidRequestError, RoutingMissingError
+from common.kv.store import slots_of
 from common.model.batch import Chunk
 from common.sampling import Finish, FinishReason, SampledToken, SamplingParams
 from tests.unit.engine.rig import FakeRig, RigPair, greedy, limits, make_request, solo
@@ -188,7 +189,32 @@ def test_handoff_calls_that_do_not_fit_fail_only_their_request() -> None:
     rig.assert_baseline()
 
 
+def test_leased_blocks_are_blank() -> None:
+    """Attention masks the unwritten tail of a block by weight zero, and zero times NaN is NaN."""
+    rig = FakeRig()
+    used = rig.submit(make_request("used", PROMPT, greedy(4)))
+    rig.run()
+    assert used.ended
+    leased = rig.submit(make_request("leased", PROMPT, greedy(4), work=Work.DECODE))
+    rig.step()
+    assert leased.blocks is not None
+    slots = slots_of(leased.blocks, 0, 12, 4)
+    assert not rig.store.read_kv(slots).any()
+
+
 # --- ends
+
+
+def test_an_ended_request_leaves_neither_rows_nor_kv_behind() -> None:
+    rig = FakeRig()
+    rig.submit(make_request("a", PROMPT, greedy(4)))
+    rig.step()
+    slots = slots_of(rig.runner.batches[0][0].blocks, 0, len(PROMPT), 4)
+    assert len(rig.store.read_rows(slots)) == len(PROMPT)
+    rig.run()
+    with pytest.raises(RoutingMissingError):
+        rig.store.read_rows(slots[:1])
+    assert rig.store.read_kv(slots).isnan().all()
 
 
 def test_abort_while_waiting_leased_prefilling_and_decoding() -> None:
