@@ -79,7 +79,7 @@ def demo(directory: Path) -> None:
         *("--model", model, "--prefill", "1", "--decode", "1", "--port", "0"),
         *("--max-num-batched-tokens", chunk, "--log-level", "warning"),
     ) as url:
-        narrate("3. One streamed request, and the experts that computed it (the weights are random, and so is the text)")
+        narrate("3. One streamed request, and the experts that computed it (random weights, so random text)")
         run("generate", "--url", url, "--prompt", _PROMPT, "--max-tokens", "24", "--temperature", "0", "--ignore-eos")
         narrate("4. Random requests, compared bit for bit with solo runs")
         run("verify", "--url", url, "--model", model, "--requests", "40", "--concurrency", "8")

@@ -45,8 +45,10 @@ class TransformersOracle:
         """Raises ConfigError if transformers is not installed."""
         try:
             from transformers import AutoModelForCausalLM
+            from transformers.utils.logging import disable_progress_bar
         except ImportError:
             raise ConfigError("--oracle transformers needs transformers: pip install transformers") from None
+        disable_progress_bar()  # it writes to files too
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
         return cls(model.eval(), moe_layers)
 
