@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+import torch
+
 from common.engine.admission import Admission
 from common.engine.core import EngineCore, EngineStats
 from common.engine.limits import EngineLimits
@@ -57,11 +59,14 @@ class Engine:
         self._credit = threading.Semaphore(MAX_OUTSTANDING_BATCHES)
         self._stopping = threading.Event()
         self._load = self._core.load()
+        self._num_threads = 1
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- life
 
     def start(self) -> None:
+        """Starts the thread; it computes with the caller's `torch.get_num_threads()`."""
+        self._num_threads = torch.get_num_threads()
         self._thread.start()
 
     def stop(self) -> None:
@@ -148,6 +153,9 @@ class Engine:
     # --- the thread
 
     def _run(self) -> None:
+        # OpenMP keeps the thread count per thread and a new one starts with every core: oneDNN would use them all, and
+        # several workers on one machine would fight for them.
+        torch.set_num_threads(self._num_threads)
         idle = False
         try:
             while not self._stopping.is_set():

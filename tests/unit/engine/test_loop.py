@@ -1,10 +1,13 @@
 """The engine's thread: commands from other threads, back-pressure, start and stop."""
 
+import ctypes
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
+import torch
 
 from common.engine.loop import MAX_OUTSTANDING_BATCHES, Engine
 from common.engine.request import EngineEvent, EngineRequest, Progress, PromptAdvanced, RequestId, Work
@@ -15,6 +18,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.kv.pool import BlockPool
+from common.model.batch import Chunk
 from common.sampling import Finish, FinishReason, SampledToken
 from tests.fakes.fake_runner import FakeRunner, fake_store
 from tests.unit.engine.rig import EOS, Transcript, copy_slots, greedy, limits, make_request, solo
@@ -225,3 +229,27 @@ def test_every_event_of_a_step_comes_in_one_batch(consumer: Consumer) -> None:
     events = consumer.receive()
     assert [e.request_id for e in events] == [*names, "p"]
     assert [type(e) for e in events] == [Progress] * 3 + [PromptAdvanced]
+
+
+def test_the_engine_computes_with_the_threads_of_whoever_starts_it() -> None:
+    """Asked of OpenMP itself: torch's own answer would set what it reports."""
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    if len(paths) != 1:
+        pytest.skip("torch runs without GNU OpenMP here")
+    max_threads = ctypes.CDLL(paths.pop()).omp_get_max_threads
+    seen: list[int] = []
+
+    def look(chunks: Sequence[Chunk]) -> bool:
+        seen.append(max_threads())
+        return False
+
+    consumer, before = Consumer(), torch.get_num_threads()
+    consumer.runner.fails_on = look
+    torch.set_num_threads(before + 3)
+    try:
+        consumer.engine.start()
+        consumer.receive_until_ended(consumer.submit(make_request("a", PROMPT, greedy(1))))
+        consumer.assert_baseline()
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {before + 3}
