@@ -5,6 +5,7 @@ Shape suffixes: T positions, M MoE layers, L layers, K experts per token, E expe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,12 +45,11 @@ class TransformersOracle:
     def load(cls, path: Path, moe_layers: Sequence[int]) -> Self:
         """Raises ConfigError if transformers is not installed."""
         try:
-            from transformers import AutoModelForCausalLM
-            from transformers.utils.logging import disable_progress_bar
-        except ImportError:
+            transformers: Any = import_module("transformers")
+        except ModuleNotFoundError:
             raise ConfigError("--oracle transformers needs transformers: pip install transformers") from None
-        disable_progress_bar()  # it writes to files too
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        transformers.utils.logging.disable_progress_bar()  # it writes to files too
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
         return cls(model.eval(), moe_layers)
 
     @torch.inference_mode()
