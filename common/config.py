@@ -226,7 +226,7 @@ def load_settings(
     except ValidationError as error:
         raise ConfigError("; ".join(_sentence(e) for e in error.errors())) from error
     except SettingsError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from error
 
 
 def _take_config_file(argv: Sequence[str]) -> tuple[list[str], Path | None]:
@@ -251,7 +251,8 @@ def _bind(cls: type[SettingsT], prog: str, toml: Path | None) -> type[SettingsT]
 
     class Bound(cls):  # type: ignore[valid-type, misc]
         __doc__ = f"{cls.__doc__} Each flag is also a MOERELAY_* variable and a key of --config FILE.toml."
-        model_config = SettingsConfigDict(cli_prog_name=prog, toml_file=toml)
+        # Wrong flags are a SettingsError, hence one line, instead of argparse's usage and exit.
+        model_config = SettingsConfigDict(cli_prog_name=prog, toml_file=toml, cli_exit_on_error=False)
 
         @classmethod
         def settings_customise_sources(

@@ -48,6 +48,7 @@ def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
         (["verify", "--model", "m", "--requests", "0"], "argument --requests: 0 is too small; at least 1"),
         (["make-model", "--family", "mixtral", "--out", "o", "--set", "x"], "'x' is not KEY=VALUE, e.g."),
         (["up", "--model", "m", "--tensor-parallel-size", "2"], "--tensor-parallel-size must be 1"),
+        (["up", "--model", "m", "--bogus", "1"], "unrecognized arguments: --bogus 1"),
         (["up", "--model", "m", "--prefill", "0"], "--prefill must be at least 1 in disaggregated mode"),
     ],
 )
