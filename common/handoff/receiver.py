@@ -133,6 +133,7 @@ class HandoffReceiver:
     ) -> None:
         async with self._handling:
             await self._report(self._book.end_all("the decode worker is shutting down"))
+            self._peers.clear()
             await self._tasks.__aexit__(kind, error, trace)
         self._writer.shutdown()
 

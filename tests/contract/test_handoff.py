@@ -191,6 +191,43 @@ async def test_cancelling_a_transfer_aborts_the_handoff(transport: Transport) ->
         decode.assert_idle()
 
 
+async def test_a_transfer_leaves_no_task_behind(transport: Transport) -> None:
+    async with decode_worker(transport) as decode, prefill_worker(transport) as sender:
+        counts = []
+        for _ in range(5):
+            _, lease = decode.grant([3], 4)
+            await hand_off(sender, lease, [1], [4])
+            await asyncio.sleep(0)  # a cancelled task ends in the next turn of the loop
+            await asyncio.sleep(0)
+            counts.append(len(asyncio.all_tasks()))
+        assert len(set(counts)) == 1
+
+
+async def test_cancelling_at_any_moment_leaves_nothing_behind(transport: Transport) -> None:
+    generator = np.random.default_rng(24)
+    source, target = make_store(seed=25), make_store(seed=26)
+    async with (
+        decode_worker(transport, store=target, credit_bytes=3 * (TOKEN_BYTES + ROW_BYTES)) as decode,
+        prefill_worker(transport, store=source) as sender,
+    ):
+        for _ in range(40):
+            _, lease = decode.grant([3, 4, 5, 6], 16)
+            victim = asyncio.ensure_future(hand_off(sender, lease, [1, 2, 7, 8], random_ends(generator, 0, 16)))
+            await asyncio.wait([victim], timeout=float(generator.uniform(0, 0.01)))
+            victim.cancel()
+            await asyncio.wait([victim])
+            await decode.receiver.revoke(lease.transfer_id)
+            # The same blocks at once for another request: whatever the victim still has under way must not reach them.
+            request_id, lease = decode.grant([3, 4, 5, 6], 16)
+            await hand_off(sender, lease, [11, 12, 13, 14], random_ends(generator, 0, 16))
+            assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+            np.testing.assert_array_equal(
+                slot_bits(target)[slots([3, 4, 5, 6], 0, 16)], slot_bits(source)[slots([11, 12, 13, 14], 0, 16)]
+            )
+            decode.assert_idle()
+            assert (sender.num_active, sender.num_connections) == (0, 1)
+
+
 async def test_leaving_without_the_first_token_aborts_the_handoff(transport: Transport) -> None:
     async with decode_worker(transport) as decode, prefill_worker(transport) as sender:
         request_id, lease = decode.grant([3, 4], 8)
