@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from common.kv.pool import NULL_BLOCK
 from common.kv.store import KVLayout
 from common.model.batch import Chunk
-from common.model.layers import ROW_MULTIPLE
+from common.model.layers import FP32_MULTIPLE, batched_product
 
 #: Keys per tile; a multiple of every block size.
 TILE = 256
@@ -91,7 +91,7 @@ def _accumulate(
 ) -> None:
     """Adds one tile to the running softmax, in place; all state is fp32."""
     k_XTD, v_XTD = cache.index_select(0, tile.cache_rows).view(2, len(q_XRD), TILE, -1)
-    scores_XRT = torch.bmm(q_XRD, k_XTD.transpose(1, 2)).float()
+    scores_XRT = batched_product(q_XRD, k_XTD.transpose(1, 2)).float()
     if tile.hidden is not None:
         by_sequence = scores_XRT.view(tile.num_sequences, -1, *scores_XRT.shape[1:])
         by_sequence.masked_fill_(tile.hidden, float("-inf"))
@@ -99,7 +99,7 @@ def _accumulate(
     weights_XRT = scores_XRT.sub_(new_highest).exp_()
     rescale = torch.exp(highest - new_highest)
     total.mul_(rescale).add_(weights_XRT.sum(dim=-1, keepdim=True))
-    output_XRD.mul_(rescale).add_(torch.bmm(weights_XRT.to(v_XTD.dtype), v_XTD))
+    output_XRD.mul_(rescale).add_(batched_product(weights_XRT.to(v_XTD.dtype), v_XTD))
     highest.copy_(new_highest)
 
 
@@ -137,7 +137,7 @@ class _GroupPlanner:
         self._num_slots = num_slots
         self._device = device
         self._query_heads = num_heads // layout.num_kv_heads
-        self.num_rows = -(-len(chunks[0].token_ids) * self._query_heads // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.num_rows = -(-len(chunks[0].token_ids) * self._query_heads // FP32_MULTIPLE) * FP32_MULTIPLE
         self._slots_BS = self._padded_slots()
         self._positions_BR = self._query_positions()
 

@@ -1,14 +1,14 @@
 """The mixture-of-experts block in its four steps: route, dispatch, compute, combine.
 
-Shape suffixes: T tokens, H hidden size, E experts, K experts per token, F expert width, R rows of the dispatch buffer.
+Shape suffixes: T tokens, H hidden size, E experts, K experts per token, F expert width, R = T × K rows
+ordered by expert.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from common.model.layers import linear, row_multiple, silu_gated
+from common.model.layers import linear, silu_gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,43 +35,28 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Where the row of each (token, choice) pair stands in a buffer ordered by expert.
+    """Orders the (token, choice) pairs of a batch by expert, so that each expert computes its rows at once."""
 
-    Every expert's group of rows is padded to a multiple of what matrix products need to be independent of their number
-    of rows.
-    """
-
-    #: Rows of the buffer, in expert order of the pairs: pair `order[i]` stands in row `rows[i]`.
+    #: Pair `order[r]` (its token is `order[r] // K`) stands in row r; [T K].
     order: torch.Tensor
-    rows: torch.Tensor
-    #: End of each expert's group, [E].
-    ends_E: torch.Tensor
+    #: Number of rows of each expert, by id.
+    counts: list[int]
     top_k: int
 
     @classmethod
-    def plan(cls, ids_TK: torch.Tensor, num_experts: int, multiple: int) -> "Dispatch":
+    def plan(cls, ids_TK: torch.Tensor, num_experts: int) -> "Dispatch":
         ids = ids_TK.reshape(-1)
-        sorted_ids, order = torch.sort(ids, stable=True)
-        counts_E = torch.bincount(ids, minlength=num_experts)
-        rows = torch.arange(len(ids), device=ids.device)
-        if multiple == 1:
-            return cls(order, rows, counts_E.cumsum(0), ids_TK.shape[1])
-        padding_E = -counts_E % multiple
-        padding_before_E = padding_E.cumsum(0) - padding_E
-        return cls(order, rows + padding_before_E[sorted_ids], (counts_E + padding_E).cumsum(0), ids_TK.shape[1])
+        counts = torch.bincount(ids, minlength=num_experts).tolist()
+        return cls(torch.argsort(ids, stable=True), counts, ids_TK.shape[1])
 
     def scatter(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Copies each token's row to its experts' groups, [R, H]; padding rows are zero."""
-        x_PH = x_TH.index_select(0, self.order // self.top_k)
-        num_rows = int(self.ends_E[-1])
-        if num_rows == len(x_PH):
-            return x_PH
-        return x_PH.new_zeros(num_rows, x_PH.shape[1]).index_copy_(0, self.rows, x_PH)
+        """One row per pair, in expert order, [R, H]."""
+        return x_TH.index_select(0, self.order // self.top_k)
 
     def gather(self, y_RH: torch.Tensor) -> torch.Tensor:
         """Brings the experts' outputs back to [T, K, H]."""
-        row_of_pair = torch.empty_like(self.rows)
-        row_of_pair[self.order] = self.rows
+        row_of_pair = torch.empty_like(self.order)
+        row_of_pair[self.order] = torch.arange(len(self.order), device=self.order.device)
         return y_RH.index_select(0, row_of_pair).view(-1, self.top_k, y_RH.shape[1])
 
 
@@ -84,9 +69,9 @@ class Experts:
     #: [E, H, F]
     down: torch.Tensor
 
-    def forward(self, x_RH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Applies expert e to rows [ends[e - 1], ends[e])."""
-        return _grouped_linear(silu_gated(_grouped_linear(x_RH, self.gate_up, ends_E)), self.down, ends_E)
+    def forward(self, x_RH: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Applies each expert to its `counts` consecutive rows, [R, H]."""
+        return _grouped_linear(silu_gated(_grouped_linear(x_RH, self.gate_up, counts)), self.down, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +82,8 @@ class MoeFeedForward:
     experts: Experts
 
     def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        dispatch = Dispatch.plan(ids_TK, len(self.experts.gate_up), row_multiple(x_TH.dtype))
-        y_RH = self.experts.forward(dispatch.scatter(x_TH), dispatch.ends_E)
+        dispatch = Dispatch.plan(ids_TK, len(self.experts.gate_up))
+        y_RH = self.experts.forward(dispatch.scatter(x_TH), dispatch.counts)
         return combine(dispatch.gather(y_RH), weights_TK).to(x_TH.dtype)
 
 
@@ -111,19 +96,12 @@ def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     return total_TH
 
 
-def _grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Row r of expert e's group times that expert's weight, transposed; [R, O]."""
-    if _has_grouped_kernel(x_RI):
-        return F.grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=ends_E.to(torch.int32))
+def _grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Each expert's rows times its weight, transposed; [R, O]. Experts without rows cost nothing."""
     y_RO = x_RI.new_empty(len(x_RI), weight_EOI.shape[1])
     start = 0
-    for expert, end in enumerate(ends_E.tolist()):
-        if end > start:
-            y_RO[start:end] = F.linear(x_RI[start:end], weight_EOI[expert])
-        start = end
+    for expert, count in enumerate(counts):
+        if count:
+            y_RO[start : start + count] = linear(x_RI[start : start + count], weight_EOI[expert])
+            start += count
     return y_RO
-
-
-def _has_grouped_kernel(x_RI: torch.Tensor) -> bool:
-    """The grouped kernel equals one product per expert bit for bit in bf16 only, and wants 16-byte strides."""
-    return x_RI.dtype == torch.bfloat16 and x_RI.shape[1] % 8 == 0

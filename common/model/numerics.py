@@ -9,7 +9,7 @@ import xxhash
 from common.errors import ConfigError
 from common.model.attention import TILE
 from common.model.config import ModelConfig
-from common.model.layers import ROW_MULTIPLE, linear, silu_gated
+from common.model.layers import FP32_MULTIPLE, batched_product, linear, silu_gated
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -53,7 +53,7 @@ def numerics_fingerprint(device: torch.device, dtype: torch.dtype) -> str:
         "onednn": _onednn_version(),
         "dtype": str(dtype).removeprefix("torch."),
         "tile": TILE,
-        "rows": ROW_MULTIPLE,
+        "pad": FP32_MULTIPLE,
         "probe": _probe(device, dtype),
     }
     return " ".join(f"{key}={value}" for key, value in parts.items())
@@ -83,7 +83,8 @@ def _probe(device: torch.device, dtype: torch.dtype) -> str:
     for num_rows in (1, 256):
         product = linear(draw(num_rows, 512), weight)
         activated = silu_gated(product)
-        attention = torch.bmm(torch.softmax(activated.float(), -1).to(dtype).view(1, -1, 128), draw(1, 128, TILE))
-        for result in (product, activated, attention):
+        weights_XRI = torch.softmax(product.float(), -1).to(dtype)[:1].expand(1, FP32_MULTIPLE, -1)
+        attended = batched_product(weights_XRI, draw(1, TILE, 64))
+        for result in (product, activated, attended):
             digest.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
