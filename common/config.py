@@ -96,7 +96,7 @@ class ModelSettings(LogSettings):
     num_kv_blocks: int | None = Field(
         None, gt=1, description="KV cache per worker in blocks, instead of --kv-cache-memory."
     )
-    max_num_batched_tokens: int = Field(512, gt=0, description="Tokens per engine step: the size of a prefill chunk.")
+    max_num_batched_tokens: int = Field(256, gt=0, description="Tokens per engine step: the size of a prefill chunk.")
     max_num_seqs: int = Field(64, gt=0, description="Sequences in the running batch.")
     max_waiting: int = Field(1024, gt=0, description="Requests that may wait for blocks; one more is refused (429).")
     num_threads: int | None = Field(None, gt=0, description="torch threads per worker; default: cores / workers.")

@@ -9,12 +9,64 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 
-from common.errors import ERROR_TRAILER, GRPC_TABLE, PARAM_TRAILER, InternalError, MoerelayError, from_grpc
+from common.errors import (
+    AuthenticationError,
+    DuplicateRequestError,
+    HandoffCorruptError,
+    HandoffError,
+    HandoffRefusedError,
+    HandoffTimeoutError,
+    InternalError,
+    InvalidRequestError,
+    MoerelayError,
+    NotFoundError,
+    OverloadedError,
+    PayloadTooLargeError,
+    RoutingMissingError,
+    UnavailableError,
+    WorkerLostError,
+)
 
 #: Version of the gRPC services and of the handoff protocol, compared when workers pair.
 PROTOCOL_VERSION = 1
 
 log = structlog.get_logger()
+
+#: gRPC status, and the `moerelay-error` trailer that lets the caller rebuild the exact class.
+GRPC_TABLE: dict[type[MoerelayError], tuple[grpc.StatusCode, str]] = {
+    InvalidRequestError: (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+    AuthenticationError: (grpc.StatusCode.UNAUTHENTICATED, "authentication"),
+    NotFoundError: (grpc.StatusCode.NOT_FOUND, "not_found"),
+    DuplicateRequestError: (grpc.StatusCode.ALREADY_EXISTS, "duplicate_request"),
+    PayloadTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "payload_too_large"),
+    OverloadedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded"),
+    UnavailableError: (grpc.StatusCode.UNAVAILABLE, "unavailable"),
+    WorkerLostError: (grpc.StatusCode.UNAVAILABLE, "worker_lost"),
+    HandoffError: (grpc.StatusCode.ABORTED, "handoff"),
+    HandoffRefusedError: (grpc.StatusCode.FAILED_PRECONDITION, "handoff_refused"),
+    HandoffCorruptError: (grpc.StatusCode.DATA_LOSS, "handoff_corrupt"),
+    HandoffTimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, "handoff_timeout"),
+    InternalError: (grpc.StatusCode.INTERNAL, "internal"),
+    RoutingMissingError: (grpc.StatusCode.INTERNAL, "routing_missing"),
+}
+
+ERROR_TRAILER = "moerelay-error"
+PARAM_TRAILER = "moerelay-param"
+
+_CLASS_BY_TRAILER = {kind: cls for cls, (_, kind) in GRPC_TABLE.items()}
+
+#: What a bare gRPC status means when the peer sent no trailer, i.e. when gRPC itself failed.
+_CLASS_BY_STATUS: dict[grpc.StatusCode, type[MoerelayError]] = {
+    grpc.StatusCode.UNAVAILABLE: WorkerLostError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: PayloadTooLargeError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: WorkerLostError,
+}
+
+
+def from_grpc(code: grpc.StatusCode, details: str, trailers: dict[str, str]) -> MoerelayError:
+    """Rebuilds the error that a worker raised; a status that gRPC made itself becomes its nearest class."""
+    cls = _CLASS_BY_TRAILER.get(trailers.get(ERROR_TRAILER, "")) or _CLASS_BY_STATUS.get(code, InternalError)
+    return cls(details, param=trailers.get(PARAM_TRAILER))
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -18,7 +18,7 @@ def main() -> None:
         configure_logging(settings, process="router")
         asyncio.run(serve(settings))
     except StartupError as error:
-        print(f"router: {error.message}", file=sys.stderr)
+        print(f"router: error: {error.message}", file=sys.stderr)
         sys.exit(STARTUP_EXIT_CODE)
 
 

@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
-
 from common.errors import CheckpointError
 from common.model.families import parse_config
 
@@ -30,6 +27,10 @@ def resolve_model(name: str) -> Path:
 
 
 def _download(repo_id: str, patterns: list[str]) -> Path:
+    # Late: its half second would be a third of the time in which a local checkpoint is refused.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns))
     except HFValidationError as error:

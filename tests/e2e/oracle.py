@@ -7,8 +7,14 @@ import numpy as np
 import torch
 
 from common.engine.solo import SoloRunner
+from common.kv.store import KVLayout, KVStore
+from common.model.families import parse_config
+from common.model.loader import load_model
+from common.model.runner import ModelRunner
 from common.sampling import SamplingParams
 from tests.e2e.cluster import Answer
+
+BLOCK_SIZE = 16
 
 
 def assert_equals_solo(
@@ -40,5 +46,10 @@ def assert_equals_solo(
 
 
 def solo_runner(model: Path, dtype: torch.dtype) -> SoloRunner:
-    """A solo runner with the whole checkpoint in this process."""
-    raise NotImplementedError
+    """A solo runner with the whole checkpoint in this process, and blocks for the longest request."""
+    config, device = parse_config(model), torch.device("cpu")
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype)
+    num_blocks = config.max_position_embeddings // BLOCK_SIZE + 2
+    store = KVStore(layout, config.routing, num_blocks, device, poison=True)
+    loaded = load_model(model, config, dtype, device, progress=False)
+    return SoloRunner(ModelRunner(loaded.decoder, store), store, config.eos_token_ids)

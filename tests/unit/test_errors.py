@@ -4,7 +4,8 @@ import grpc
 import pytest
 
 from common import errors
-from common.errors import ERROR_TRAILER, GRPC_TABLE, HTTP_TABLE, PARAM_TRAILER, MoerelayError, StartupError, from_grpc
+from common.errors import HTTP_TABLE, MoerelayError, StartupError
+from common.rpc import ERROR_TRAILER, GRPC_TABLE, PARAM_TRAILER, from_grpc
 
 
 def subclasses(cls: type[MoerelayError]) -> set[type[MoerelayError]]:
