@@ -15,7 +15,7 @@ from common.handoff.frames import Frame
 PeerId = NewType("PeerId", bytes)
 
 #: Unread messages that one connection holds in each direction without blocking. The credit rules keep every
-#: connection below it (see `window`), so a queue that is full means a peer that has stopped reading.
+#: connection below it (see `outgoing`), so a queue that is full means a peer that has stopped reading.
 HIGH_WATER_MARK = 32_768
 
 

@@ -36,6 +36,9 @@ class Failure:
     reason: str
 
 
+PEER_GONE = Failure(FailureKind.ABORTED, "the prefill worker went away during the handoff")
+
+
 class LeaseState(Enum):
     """Whether the lease accepts messages."""
 
@@ -243,9 +246,8 @@ class LeaseBook:
         failure = Failure(FailureKind.TIMEOUT, f"nothing arrived for {self.timeout_s:g} s")
         return self._end_where(lambda lease: lease.deadline <= now, failure)
 
-    def lose_peer(self, peer: bytes) -> list[Lease]:
-        """Ends every open lease of a lost connection; returns them. Those still `writing` are draining."""
-        failure = Failure(FailureKind.ABORTED, "the prefill worker went away during the handoff")
+    def lose_peer(self, peer: bytes, failure: Failure = PEER_GONE) -> list[Lease]:
+        """Ends every open lease of a connection; returns them. Those still `writing` are draining."""
         return self._end_where(lambda lease: lease.peer == peer, failure)
 
     def end_all(self, reason: str) -> list[Lease]:

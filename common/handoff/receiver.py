@@ -21,6 +21,7 @@ from common.handoff.background import BackgroundTasks
 from common.handoff.channel import Listener, PeerGone, PeerId, Received
 from common.handoff.frames import ChunkFrames, decode_from_prefill, encode
 from common.handoff.leases import (
+    PEER_GONE,
     Completed,
     Discarded,
     Failed,
@@ -213,12 +214,12 @@ class HandoffReceiver:
             message = decode_from_prefill(received.frames)
         except HandoffCorruptError as error:
             self.num_malformed += 1
-            await self._refuse(peer, error.message)
+            await self._refuse(peer, FailureKind.CORRUPT, error.message)
             return
         if isinstance(message, Hello):
             await self._on_hello(peer, message)
         elif peer not in self._peers:
-            await self._refuse(peer, "the first message of a connection must be Hello")
+            await self._refuse(peer, FailureKind.REFUSED, "the first message of a connection must be Hello")
         elif isinstance(message, ChunkFrames):
             await self._on_chunk(peer, message)
         else:
@@ -227,21 +228,22 @@ class HandoffReceiver:
     async def _on_hello(self, peer: PeerId, hello: Hello) -> None:
         difference = first_difference(self._identity, hello.identity)
         if difference:
-            await self._refuse(peer, difference)
+            await self._refuse(peer, FailureKind.REFUSED, difference)
             return
         self._peers.add(peer)
         await self._send(
             peer, Ready(identity=self._identity, credit_bytes=self._credit_bytes, credit_chunks=CREDIT_CHUNKS)
         )
 
-    async def _refuse(self, peer: PeerId, reason: str) -> None:
+    async def _refuse(self, peer: PeerId, kind: FailureKind, reason: str) -> None:
         log.warning("handoff_peer_refused", reason=reason)
         await self._send(peer, Refuse(reason=reason))
-        await self._drop_peer(peer)
+        await self._drop_peer(peer, Failure(kind, reason))
 
-    async def _drop_peer(self, peer: PeerId) -> None:
+    async def _drop_peer(self, peer: PeerId, failure: Failure = PEER_GONE) -> None:
+        """Forgets the handshake of a connection and ends its leases."""
         self._peers.discard(peer)
-        await self._report(self._book.lose_peer(peer))
+        await self._report(self._book.lose_peer(peer, failure))
 
     async def _on_chunk(self, peer: PeerId, frames: ChunkFrames) -> None:
         chunk = frames.header

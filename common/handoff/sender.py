@@ -21,7 +21,7 @@ from common.handoff.channel import Connector
 from common.handoff.frames import TARGET_PAYLOAD_BYTES, Frame, encode
 from common.handoff.leases import LeaseRef
 from common.handoff.messages import Abort, Chunk, Close, Credit, Done, HandoffIdentity, Ready, Reject, Renew
-from common.handoff.outgoing import MAX_TRANSFERS, OutgoingState, OutgoingTransfer
+from common.handoff.outgoing import CREDIT_CHUNKS, MAX_TRANSFERS, OutgoingState, OutgoingTransfer
 from common.handoff.payload import OFFLOAD_BYTES, Payload, read_payload
 from common.handoff.session import Session
 from common.kv.pool import BlockId
@@ -40,9 +40,16 @@ class Transfer:
     """
 
     def __init__(
-        self, session: Session, store: KVStore, reader: ThreadPoolExecutor, lease: LeaseRef, core: OutgoingTransfer,
-        *, routing: bool, timeout_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        session: Session,
+        store: KVStore,
+        reader: ThreadPoolExecutor,
+        lease: LeaseRef,
+        core: OutgoingTransfer,
+        *,
+        routing: bool,
+        timeout_s: float,
+    ) -> None:
         self.lease = lease
         self._session = session
         self._store = store
@@ -245,7 +252,8 @@ class HandoffSender:
         core = OutgoingTransfer(
             start=lease.num_cached_tokens,
             credit_bytes=ready.credit_bytes,
-            credit_chunks=ready.credit_chunks,
+            # More would not be safe: see channel.HIGH_WATER_MARK.
+            credit_chunks=min(ready.credit_chunks, CREDIT_CHUNKS),
             token_bytes=self._store.layout.token_bytes + row_bytes,
             target_bytes=TARGET_PAYLOAD_BYTES,
         )

@@ -379,7 +379,7 @@ async def test_junk_ends_the_connection_and_its_handoffs(transport: Transport, f
             await prefill.send(Renew(transfer_id=lease.transfer_id, generation=lease.generation))
             await prefill.send_raw(*frames)
             assert isinstance(await prefill.receive(), Refuse)
-            assert isinstance(await decode.handler.outcome(request_id), HandoffError)
+            assert isinstance(await decode.handler.outcome(request_id), HandoffCorruptError)
             assert decode.receiver.num_malformed == 1
         decode.assert_idle()
 
