@@ -95,6 +95,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             num_cached=0,
             routing=request.routing_start is not None,
         )
+        self._live[request.request_id] = lease
         await context.write(
             decode_pb2.GenerateEvent(
                 lease=prefill_pb2.Lease(

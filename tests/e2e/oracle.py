@@ -11,8 +11,8 @@ from common.kv.store import KVLayout, KVStore
 from common.model.families import parse_config
 from common.model.loader import load_model
 from common.model.runner import ModelRunner
-from common.sampling import SamplingParams
-from tests.e2e.cluster import Answer
+from common.sampling import SamplingParams, TokenLogprob
+from tests.e2e.cluster import Answer, JsonObject
 
 BLOCK_SIZE = 16
 
@@ -33,16 +33,20 @@ def assert_equals_solo(
     assert np.array_equal(answer.rows, expected.rows_TLK)
     if params.logprobs is not None:
         # JSON carries doubles: a float32 that went through it comes back with every bit.
-        sampled = [token.logprob.logprob for token in expected.tokens if token.logprob is not None]
-        assert [np.float32(entry["logprob"]) for entry in answer.logprobs] == [np.float32(x) for x in sampled]
-        tops = [[(t.token_id, np.float32(t.logprob), t.rank) for t in token.top] for token in expected.tokens]
-        got = [
-            [(t["token_id"], np.float32(t["logprob"]), t["rank"]) for t in entry["top_logprobs"]]
-            for entry in answer.logprobs
-        ]
-        # The sampled token leads the list, whether or not it is among the best.
-        for entry, top in zip(got, tops, strict=True):
-            assert [t for t in entry if t in top][: len(top)] == top
+        for entry, token in zip(answer.logprobs, expected.tokens, strict=True):
+            assert token.logprob is not None
+            assert _record(entry) == _as_record(token.logprob)
+            # The sampled token leads the alternatives, whether or not it is among the best.
+            others = [_as_record(top) for top in token.top if top.token_id != token.token_id]
+            assert [_record(top) for top in entry["top_logprobs"]] == [_as_record(token.logprob), *others]
+
+
+def _record(entry: JsonObject) -> tuple[int, np.float32, int]:
+    return entry["token_id"], np.float32(entry["logprob"]), entry["rank"]
+
+
+def _as_record(value: TokenLogprob) -> tuple[int, np.float32, int]:
+    return value.token_id, np.float32(value.logprob), value.rank
 
 
 def solo_runner(model: Path, dtype: torch.dtype) -> SoloRunner:

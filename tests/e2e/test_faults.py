@@ -120,7 +120,7 @@ async def test_stopped_decode_loses_nothing(tiny_model: Path, tmp_path: Path, so
         (("--max-model-len", "64"), "max_model_len"),
         (("--block-size", "8", "--num-kv-blocks", "320"), "block_size"),
         (("--dtype", "bfloat16"), "dtype"),
-        (("--no-enable-return-routed-experts",), "routing_enabled"),
+        (("--no-enable-return-routed-experts",), "--enable-return-routed-experts"),
     ],
     ids=["context", "block size", "dtype", "routing switch"],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.engine.solo import SoloRunner
-from tests.e2e.cluster import Answer, Client, Cluster, decode_rows, request_body, sse_events
+from tests.e2e.cluster import Answer, Client, Cluster, JsonObject, decode_rows, request_body, sse_events
 from tests.e2e.oracle import assert_equals_solo
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("disaggregated")]
@@ -129,8 +129,8 @@ async def test_prompt_start(client: Client) -> None:
                 prompt, max_tokens=4, ignore_eos=True, stream=stream, routed_experts_prompt_start=start
             )
             assert np.array_equal(answer.rows, whole.rows[start:])
-    for start in (11, -1, 2**63, 2**70, "3", 1.5, True):
-        refused = await client.generate(prompt, max_tokens=4, routed_experts_prompt_start=start)
+    for illegal in (11, -1, 2**63, 2**70, "3", 1.5, True):
+        refused = await client.generate(prompt, max_tokens=4, routed_experts_prompt_start=illegal)
         assert refused.status == 400
         assert refused.error is not None
         assert "routed_experts_prompt_start" in refused.error["param"]
@@ -166,7 +166,7 @@ async def test_first_logprob_comes_from_prefill(client: Client, solo: SoloRunner
 async def test_choices_of_one_request(client: Client, solo: SoloRunner) -> None:
     """ai-dynamo/dynamo#9509: every event names its choice, and every choice has its own complete rows."""
     prompt = prompt_of(12)
-    fields = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 9, "ignore_eos": True}
+    fields: JsonObject = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 9, "ignore_eos": True}
     plain = await client.generate_n(prompt, **fields)
     streamed = await client.generate_n(prompt, stream=True, **fields)
     assert len({tuple(a.token_ids) for a in plain}) > 1
@@ -183,7 +183,7 @@ async def test_random_requests_stream_equals_plain(client: Client, solo: SoloRun
 
     async def one(index: int) -> None:
         prompt = prompt_of(rng.randrange(1, 90), seed=index)
-        fields = {
+        fields: JsonObject = {
             "max_tokens": rng.randrange(1, 30),
             "temperature": rng.choice([0.0, 0.7, 1.3]),
             "seed": rng.randrange(-(2**63), 2**63),

@@ -26,7 +26,7 @@ def test_statuses_are_errors_and_trailers_are_unique() -> None:
     assert len({kind for _, kind in GRPC_TABLE.values()}) == len(GRPC_TABLE)
 
 
-@pytest.mark.parametrize("cls", sorted(REACHES_CLIENTS, key=lambda c: c.__name__))
+@pytest.mark.parametrize("cls", list(GRPC_TABLE))
 def test_every_class_survives_the_wire(cls: type[MoerelayError]) -> None:
     code, kind = GRPC_TABLE[cls]
     rebuilt = from_grpc(code, "too long", {ERROR_TRAILER: kind, PARAM_TRAILER: "token_ids"})
