@@ -144,23 +144,31 @@ async def test_abort_while_queued(tiny_model: Path, tmp_path: Path) -> None:
     with running_cluster(tiny_model, tmp_path, *flags) as cluster:
         async with aiohttp.ClientSession() as session:
             client = Client(session, cluster.url)
-            running = asyncio.create_task(client.generate(prompt_of(60), max_tokens=60, ignore_eos=True))
-            body = request_body(prompt_of(60), max_tokens=60, request_id="queued")
+            fields: JsonObject = {"max_tokens": 60, "ignore_eos": True}
+            ahead = [asyncio.create_task(client.generate(prompt_of(60), **fields)) for _ in range(12)]
+
+            async def many_wait() -> bool:
+                return await client.metric("moerelay_requests_waiting", "decode") >= 8
+
+            await until(many_wait)
+            # The pool holds one request at a time, in order: this one has at least eight before it.
+            body = request_body(prompt_of(60), request_id="queued", **fields)
             queued = asyncio.create_task(_post(session, cluster.url, body))
-
-            async def one_waits() -> bool:
-                return await client.metric("moerelay_requests_waiting", "decode") == 1 or running.done()
-
-            await until(one_waits)
-            async with session.post(
-                f"{cluster.url}/inference/v1/abort_requests", json={"request_ids": ["queued"]}
-            ) as response:
-                assert response.status == 200
+            await until(lambda: _try_abort(client, "queued"))
             payload = await queued
             choice = payload["choices"][0]
             assert (choice["finish_reason"], choice["token_ids"]) == ("abort", [])
             assert choice["routed_experts"] is None
-            assert len((await running).token_ids) == 60
+            for answer in await asyncio.gather(*ahead):
+                assert len(answer.token_ids) == 60
+
+
+async def _try_abort(client: Client, request_id: str) -> bool:
+    """False while the router does not know the id yet."""
+    body = {"request_ids": [request_id]}
+    async with client.session.post(f"{client.url}/inference/v1/abort_requests", json=body) as response:
+        assert response.status in (200, 404)
+        return response.status == 200
 
 
 async def _post(

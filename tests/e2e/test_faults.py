@@ -13,9 +13,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from common.model.synthesize import synthesize
 
 from common.engine.solo import SoloRunner
+from common.model.synthesize import synthesize
 from tests.e2e.cluster import Client, running_cluster, until
 from tests.e2e.conftest import TINY
 from tests.e2e.oracle import assert_equals_solo
