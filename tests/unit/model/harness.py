@@ -1,6 +1,7 @@
 """A loaded synthetic checkpoint with its own store, and access to the logits of every position."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,11 @@ class Harness:
         return blocks
 
     @torch.inference_mode()
-    def all_logits(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-        """Logits [len(chunk), V] of every position of every chunk; also runs the batch through the runner itself.
-
-        Asserts that the runner's logits are those of the chunks' last positions.
-        """
-        last = self.runner.execute(chunks)
-        plan = plan_forward(chunks, self.decoder.config, self.store)
-        hidden = self.decoder.forward(plan, self.store.kv_L2SGD, None)
-        order = sorted(chunks, key=lambda c: (len(c.token_ids) > 1, -c.end))
-        sizes = [len(c.token_ids) for c in order]
-        parts = dict(zip(map(id, order), torch.split(self.decoder.logits(hidden), sizes), strict=True))
-        logits = [parts[id(c)] for c in chunks]
-        torch.testing.assert_close(last, torch.stack([part[-1] for part in logits]), rtol=0, atol=0)
-        return logits
+    def all_logits(self, tokens: Sequence[int], start: int, blocks: Sequence[BlockId]) -> torch.Tensor:
+        """Logits [len(tokens), V] of every position of one chunk; stores KV and rows as the runner does."""
+        self.runner.execute([chunk(tokens, start, blocks)])
+        plan = plan_forward([chunk(tokens, start, blocks)], self.decoder.config, self.store)
+        return self.decoder.logits(self.decoder.forward(plan, self.store.kv_L2SGD, None))
 
     def rows(self, blocks: Sequence[BlockId], num_tokens: int) -> RoutingArray:
         return self.store.read_rows(slots_of(blocks, 0, num_tokens, BLOCK_SIZE))
@@ -75,9 +67,17 @@ class Harness:
         return self.store.read_kv(slots_of(blocks, 0, num_tokens, BLOCK_SIZE))
 
 
-def solo_run(decoder: MoeDecoder, tokens: Sequence[int]) -> tuple[torch.Tensor, RoutingArray, torch.Tensor]:
-    """Logits, rows and KV of a sequence that is computed alone, in one chunk."""
+@dataclass(frozen=True, slots=True)
+class SoloRun:
+    """What a sequence computed alone, in one chunk, gives: logits [T, V], rows [T, L, K], KV [L, 2, T, G, D]."""
+
+    logits: torch.Tensor
+    rows: RoutingArray
+    kv: torch.Tensor
+
+
+def solo_run(decoder: MoeDecoder, tokens: Sequence[int]) -> SoloRun:
     harness = Harness(decoder)
     blocks = harness.blocks_for(len(tokens))
-    (logits,) = harness.all_logits([chunk(tokens, 0, blocks)])
-    return logits, harness.rows(blocks, len(tokens)), harness.kv(blocks, len(tokens))
+    logits = harness.all_logits(tokens, 0, blocks)
+    return SoloRun(logits, harness.rows(blocks, len(tokens)), harness.kv(blocks, len(tokens)))

@@ -1,6 +1,5 @@
 """What a position computes never depends, bit for bit, on how its sequence was cut or on what else was in the batch."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.model.batch import Chunk
 from common.model.decoder import MoeDecoder
-from tests.unit.model.harness import Harness, chunk, load_decoder, make_checkpoint, solo_run
+from tests.unit.model.harness import Harness, SoloRun, chunk, load_decoder, make_checkpoint, solo_run
 
 #: Widths that are no multiple of a vector register, so that every elementwise kernel has a scalar tail.
 _ODD = {"hidden_size": 76, "head_dim": 18, "moe_intermediate_size": 37, "intermediate_size": 51, "vocab_size": 299}
@@ -32,60 +32,68 @@ def decoder(request: pytest.FixtureRequest, checkpoint: Path) -> MoeDecoder:
     return load_decoder(checkpoint, request.param)
 
 
-@pytest.fixture(params=[1, 2, 3], ids=["1-thread", "2-threads", "3-threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def _random_tokens(decoder: MoeDecoder, length: int, seed: int) -> list[int]:
     random = np.random.default_rng(seed)
     return [int(token) for token in random.integers(0, decoder.config.vocab_size, length)]
 
 
+class _Sequence:
+    """A prompt on its way through a harness."""
+
+    def __init__(self, harness: Harness, tokens: list[int]) -> None:
+        self._harness = harness
+        self._tokens = tokens
+        self._blocks = harness.blocks_for(len(tokens))
+        self.done = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._tokens) - self.done
+
+    @property
+    def is_done(self) -> bool:
+        return self.left == 0
+
+    def next_chunk(self, size: int) -> Chunk:
+        start, self.done = self.done, min(self.done + size, len(self._tokens))
+        return chunk(self._tokens[start : self.done], start, self._blocks)
+
+    def assert_stored(self, solo: SoloRun) -> None:
+        """KV and rows of everything computed so far are those of the solo run."""
+        assert np.array_equal(self._harness.rows(self._blocks, self.done), solo.rows[: self.done])
+        assert torch.equal(self._harness.kv(self._blocks, self.done), solo.kv[:, :, : self.done])
+
+
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 33, 255])
 def test_a_chunked_prompt_equals_a_whole_one(decoder: MoeDecoder, size: int) -> None:
-    tokens = _random_tokens(decoder, 300 if size > 1 else 40, seed=size)
-    logits, rows, kv = solo_run(decoder, tokens)
+    tokens = _random_tokens(decoder, 300 if size > 1 else 60, seed=size)
+    expected = solo_run(decoder, tokens)
     harness = Harness(decoder, seed=size)
-    blocks = harness.blocks_for(len(tokens))
-    parts = [
-        harness.all_logits([chunk(tokens[start : start + size], start, blocks)])[0]
-        for start in range(0, len(tokens), size)
-    ]
-    assert torch.equal(torch.cat(parts), logits)
-    assert np.array_equal(harness.rows(blocks, len(tokens)), rows)
-    assert torch.equal(harness.kv(blocks, len(tokens)), kv)
+    sequence = _Sequence(harness, tokens)
+    while not sequence.is_done:
+        logits = harness.runner.execute([sequence.next_chunk(size)])
+        assert torch.equal(logits[0], expected.logits[sequence.done - 1])
+    sequence.assert_stored(expected)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_random_schedule_of_many_sequences_equals_their_solo_runs(decoder: MoeDecoder, threads: int) -> None:
+    prompts = [_random_tokens(decoder, length, seed=length) for length in (1, 16, 60, 130, 255, 256, 270, 520)]
+    expected = [solo_run(decoder, tokens) for tokens in prompts]
+    torch.set_num_threads(threads)
     random = np.random.default_rng(threads)
-    lengths = [1, 16, 60, 130, 255, 256, 270, 520]
-    sequences = [_random_tokens(decoder, length, seed=length) for length in lengths]
-    expected = [solo_run(decoder, tokens) for tokens in sequences]
     harness = Harness(decoder, seed=threads, num_blocks=256)
-    blocks = [harness.blocks_for(length) for length in lengths]
-    done = [0] * len(lengths)
-    # Long prompts start ahead, so that the last steps are decode steps over one and over three tiles of keys.
-    for step in range(40):
-        chunks, owners = [], []
-        for i, tokens in enumerate(sequences):
-            left = len(tokens) - done[i]
-            size = max(1, left - 20) if step == i % 3 else int(random.choice([0, 1, 1, 1, 3]))
-            if left and size:
-                chunks.append(chunk(tokens[done[i] : done[i] + size], done[i], blocks[i]))
-                owners.append(i)
-        if not chunks:
-            break
-        for i, part in zip(owners, harness.all_logits(chunks), strict=True):
-            assert torch.equal(part, expected[i][0][done[i] : done[i] + len(part)]), f"sequence {i} at {done[i]}"
-            done[i] += len(part)
-    for i, length in enumerate(lengths):
-        assert done[i] > length - 20
-        assert np.array_equal(harness.rows(blocks[i], done[i]), expected[i][1][: done[i]])
-        assert torch.equal(harness.kv(blocks[i], done[i]), expected[i][2][:, :, : done[i]])
+    sequences = [_Sequence(harness, tokens) for tokens in prompts]
+    for step in range(24):
+        # Each in turn gets a long chunk; the last steps are decode steps over one, two and three tiles of keys.
+        sizes = [s.left - 12 if step == i else int(random.choice([0, 1, 1, 1, 3])) for i, s in enumerate(sequences)]
+        active = [i for i, size in enumerate(sizes) if size > 0 and not sequences[i].is_done]
+        logits = harness.runner.execute([sequences[i].next_chunk(sizes[i]) for i in active])
+        for i, row in zip(active, logits, strict=True):
+            assert torch.equal(row, expected[i].logits[sequences[i].done - 1]), f"step {step}, sequence {i}"
+    for sequence, solo in zip(sequences, expected, strict=True):
+        assert sequence.left < 12
+        sequence.assert_stored(solo)
 
 
 def test_rows_are_stored_only_for_chunks_that_want_them(decoder: MoeDecoder) -> None:
@@ -105,7 +113,7 @@ def test_logits_come_in_the_order_of_the_chunks_that_want_them(decoder: MoeDecod
     logits = harness.runner.execute(chunks)
     assert logits.dtype == torch.float32
     for row, tokens in zip(logits, sequences, strict=True):
-        assert torch.equal(row, solo_run(decoder, tokens)[0][-1])
+        assert torch.equal(row, solo_run(decoder, tokens).logits[-1])
 
 
 def test_an_empty_batch_has_no_logits(decoder: MoeDecoder) -> None:

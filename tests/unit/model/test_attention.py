@@ -1,0 +1,78 @@
+"""Tiled attention over the paged cache against plain softmax attention in NumPy."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from common.kv.pool import BlockId
+from common.kv.store import KVLayout, KVStore, slots_of
+from common.model.attention import TILE, plan_groups
+from common.model.batch import Chunk
+from common.routing.record import RoutingLayout
+
+_HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 4, 2, 8, 16
+_CPU = torch.device("cpu")
+
+Doubles = npt.NDArray[np.float64]
+
+
+class _Sequence:
+    """Queries, keys and values of one sequence, its K and V written into a store block by block."""
+
+    def __init__(self, store: KVStore, length: int, first_block: int) -> None:
+        random = np.random.default_rng(length)
+        self.q, k, v = (
+            torch.from_numpy(random.standard_normal((length, heads, _HEAD_DIM), np.float32))
+            for heads in (_HEADS, _KV_HEADS, _KV_HEADS)
+        )
+        self.k, self.v = k, v
+        count = -(-length // _BLOCK)
+        self.blocks = [BlockId(first_block + i) for i in reversed(range(count))]
+        store.clear_blocks(self.blocks)
+        store.write_kv(slots_of(self.blocks, 0, length, _BLOCK), torch.stack((k, v))[None])
+
+    def chunk(self, start: int, end: int) -> Chunk:
+        return Chunk([0] * (end - start), start, self.blocks, wants_logits=False, wants_rows=False)
+
+    def expected(self, position: int, window: int | None) -> Doubles:
+        """Attention of one position, [N, D], by the textbook."""
+        first = 0 if window is None else max(0, position - window + 1)
+        output = np.empty((_HEADS, _HEAD_DIM))
+        for head in range(_HEADS):
+            k, v = (t[first : position + 1, head // (_HEADS // _KV_HEADS)].double().numpy() for t in (self.k, self.v))
+            weights = np.exp(k @ self.q[position, head].double().numpy())
+            output[head] = weights @ v / weights.sum()
+        return output
+
+
+@pytest.fixture
+def store() -> KVStore:
+    layout = KVLayout(1, _KV_HEADS, _HEAD_DIM, _BLOCK, torch.float32)
+    return KVStore(layout, RoutingLayout(1, 1, 1), 128, _CPU, poison=True)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, TILE])
+def test_decode_steps_and_chunks_match_plain_attention(store: KVStore, window: int | None) -> None:
+    long, short, chunked = _Sequence(store, 2 * TILE + 5, 1), _Sequence(store, 3, 50), _Sequence(store, TILE + 9, 60)
+    chunks = [long.chunk(2 * TILE + 4, 2 * TILE + 5), short.chunk(2, 3), chunked.chunk(TILE - 20, TILE + 9)]
+    groups = plan_groups(chunks, _HEADS, window, store.layout, store.kv_L2SGD.shape[2], _CPU)
+    assert [(group.tokens, group.num_sequences) for group in groups] == [(slice(0, 2), 2), (slice(2, 31), 1)]
+
+    q = torch.cat((long.q[-1:], short.q[-1:], chunked.q[TILE - 20 :]))
+    cache = store.kv_L2SGD[0].view(-1, _HEAD_DIM)
+    output = torch.cat([group.attend(q[group.tokens], cache, _KV_HEADS) for group in groups])
+
+    positions = [(long, 2 * TILE + 4), (short, 2), *((chunked, p) for p in range(TILE - 20, TILE + 9))]
+    expected = np.stack([sequence.expected(position, window) for sequence, position in positions])
+    np.testing.assert_allclose(output.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tiles_before_the_window_are_not_read(store: KVStore) -> None:
+    sequence = _Sequence(store, 2 * TILE + 5, 1)
+    planned = {}
+    for window in (None, 4, 5, 6):
+        chunks = [sequence.chunk(2 * TILE + 4, 2 * TILE + 5)]
+        (group,) = plan_groups(chunks, _HEADS, window, store.layout, store.kv_L2SGD.shape[2], _CPU)
+        planned[window] = len(group.tiles)
+    assert planned == {None: 3, 4: 1, 5: 1, 6: 2}

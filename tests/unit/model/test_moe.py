@@ -1,0 +1,59 @@
+"""The MoE block against a NumPy recomputation, and the order of its choices."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.model.moe import Dispatch, Experts, MoeFeedForward, Router, combine
+
+
+def _draw(*shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(list(shape)).standard_normal(shape, np.float32))
+
+
+def _router_with_logits(rows: list[list[float]], top_k: int, *, norm: bool = True) -> tuple[Router, torch.Tensor]:
+    """A router whose logits for the returned input are exactly `rows`: one-hot inputs pick columns of the weight."""
+    return Router(torch.tensor(rows).T.contiguous(), top_k, norm), torch.eye(len(rows))
+
+
+def test_experts_come_by_descending_score_and_ties_go_to_the_lower_id() -> None:
+    router, x = _router_with_logits([[0.0, 3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0, 2.0]], top_k=3)
+    ids, _ = router.choose(x)
+    assert ids.tolist() == [[1, 3, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(("norm", "expected"), [(True, [0.75, 0.25]), (False, [0.6, 0.2])])
+def test_weights_are_probabilities_renormalised_on_demand(norm: bool, expected: list[float]) -> None:
+    router, x = _router_with_logits([np.log([0.2, 0.1, 0.6, 0.1]).tolist()], top_k=2, norm=norm)
+    ids, weights = router.choose(x)
+    assert ids.tolist() == [[2, 0]]
+    np.testing.assert_allclose(weights.numpy(), [expected], rtol=1e-5)
+
+
+def test_dispatch_groups_rows_by_expert_and_brings_them_back() -> None:
+    ids = torch.tensor([[2, 0], [0, 3], [2, 3]])
+    dispatch = Dispatch.plan(ids, num_experts=5)
+    assert dispatch.counts == [2, 0, 2, 2, 0]
+    x = torch.tensor([[10.0], [20.0], [30.0]])
+    assert dispatch.scatter(x).flatten().tolist() == [10, 20, 10, 30, 20, 30]
+    assert dispatch.gather(dispatch.scatter(x)).squeeze(-1).tolist() == [[10, 10], [20, 20], [30, 30]]
+
+
+def test_combine_adds_in_top_k_order() -> None:
+    # In fp32 (2**25 + 1) - 2**25 is 0, so another order would give 1.
+    y = torch.tensor([[[2.0**25], [1.0], [-(2.0**25)]]])
+    assert combine(y, torch.ones(1, 3)).item() == 0.0
+
+
+def test_the_block_is_the_weighted_sum_of_its_experts() -> None:
+    num_experts, hidden, width, num_tokens = 6, 20, 12, 9
+    gate_up, down = _draw(num_experts, 2 * width, hidden), _draw(num_experts, hidden, width)
+    block = MoeFeedForward(Router(_draw(num_experts, hidden), 3, True), Experts(gate_up, down))
+    x = _draw(num_tokens, hidden)
+    ids, weights = block.router.choose(x)
+    expected = np.zeros((num_tokens, hidden))
+    for token in range(num_tokens):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            gate, up = np.split(gate_up[expert].double().numpy() @ x[token].double().numpy(), 2)
+            expected[token] += weight * (down[expert].double().numpy() @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(block.forward(x, ids, weights).numpy(), expected, rtol=1e-3, atol=1e-4)
