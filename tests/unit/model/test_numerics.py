@@ -1,0 +1,66 @@
+"""Devices and dtypes by name, and the fingerprint that two workers compare."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.model.config import ModelConfig
+from common.model.families import config_from_json
+from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
+from common.model.presets import synthetic_config
+from tests.unit.model.harness import CPU
+
+
+def _config(dtype: str) -> ModelConfig:
+    return config_from_json(synthetic_config("mixtral", "tiny", {"torch_dtype": dtype}), {}, source="config.json")
+
+
+def test_dtype_auto_is_what_the_checkpoint_declares() -> None:
+    assert resolve_dtype("auto", _config("bfloat16")) == torch.bfloat16
+    assert resolve_dtype("auto", _config("float32")) == torch.float32
+    assert resolve_dtype("float32", _config("bfloat16")) == torch.float32
+    assert resolve_dtype("bfloat16", _config("float16")) == torch.bfloat16
+
+
+def test_a_dtype_that_is_not_computed_is_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match=r"float16.*--dtype float32 or bfloat16"):
+        resolve_dtype("auto", _config("float16"))
+
+
+def test_devices_by_name() -> None:
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert is_exact(CPU)
+    assert not is_exact(torch.device("cuda"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_cuda_is_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match="--device cpu"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fingerprint_does_not_depend_on_threads(dtype: torch.dtype) -> None:
+    fingerprint = numerics_fingerprint(CPU, dtype)
+    torch.set_num_threads(2)
+    assert numerics_fingerprint(CPU, dtype) == fingerprint
+    assert str(dtype).removeprefix("torch.") in fingerprint
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="the limit below changes nothing on this instruction set"
+)
+def test_another_instruction_set_gives_another_fingerprint() -> None:
+    program = (
+        "import torch; from common.model.numerics import numerics_fingerprint;"
+        "print(numerics_fingerprint(torch.device('cpu'), torch.bfloat16))"
+    )
+    limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    output = subprocess.run([sys.executable, "-c", program], env=limited, check=True, capture_output=True, text=True)
+    assert output.stdout.strip() != numerics_fingerprint(CPU, torch.bfloat16)
+    assert output.stdout.startswith("device=cpu")
