@@ -63,7 +63,7 @@ def silu_gated(gate_up_TF: torch.Tensor) -> torch.Tensor:
     that an element's value would depend on where in the batch it stands.
     """
     gate, up = gate_up_TF.float().chunk(2, dim=-1)
-    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up_TF.dtype)
+    return (gate / gate.neg().exp_().add_(1)).mul_(up).to(gate_up_TF.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,11 +88,10 @@ class MoeFeedForward:
 
 
 def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """fp32 weighted sum over K, added in top-k order: the same additions in the same order for every batch."""
-    weighted_TKH = y_TKH.float() * weights_TK.unsqueeze(-1)
-    total_TH = weighted_TKH[:, 0]
-    for k in range(1, weighted_TKH.shape[1]):
-        total_TH = total_TH + weighted_TKH[:, k]
+    """Weighted sum over K, [T, H], in the fp32 of the weights: the same additions in top-k order for every batch."""
+    total_TH = y_TKH[:, 0] * weights_TK[:, :1]
+    for k in range(1, y_TKH.shape[1]):
+        total_TH += y_TKH[:, k] * weights_TK[:, k : k + 1]
     return total_TH
 
 

@@ -1,4 +1,4 @@
-"""Single-threaded arithmetic, unless a test asks for more: several test processes share the cores."""
+"""Tests here change the number of torch threads; the next test starts with the number that this one found."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def restore_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
