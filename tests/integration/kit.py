@@ -1,0 +1,84 @@
+"""Models for clusters inside the test process: a real checkpoint, or one that takes microseconds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.engine.solo import SoloRunner
+from common.kv.store import KVLayout, KVStore
+from common.model.batch import Runner
+from common.model.families import parse_config
+from common.model.loader import load_model
+from common.model.runner import ModelRunner
+from common.pb import types_pb2
+from tests.fakes.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, fake_store
+
+
+@dataclass(frozen=True)
+class Kit:
+    """How to make the memory and the runner of one engine, and what the engine says about its model."""
+
+    make_store: Callable[[int], KVStore]
+    make_runner: Callable[[KVStore], Runner]
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def solo(self) -> SoloRunner:
+        """The oracle, with blocks for the longest request."""
+        block_size = self.make_store(2).layout.block_size
+        store = self.make_store(self.max_model_len // block_size + 2)
+        return SoloRunner(self.make_runner(store), store, self.eos_token_ids)
+
+    def description(self, *, routing: bool) -> types_pb2.ModelDescription:
+        layout, record = self.make_store(2).layout, self.make_store(2).routing
+        return types_pb2.ModelDescription(
+            family="qwen3_moe",
+            fingerprint=self.fingerprint,
+            weight_version="0",
+            dtype=str(layout.dtype).removeprefix("torch."),
+            numerics="this process",
+            num_layers=record.num_layers,
+            num_experts=record.num_experts,
+            top_k=record.top_k,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=layout.block_size,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            routing_dtype=record.dtype.name,
+            routing_enabled=routing,
+            eos_token_ids=sorted(self.eos_token_ids),
+        )
+
+
+def fake_kit(*, max_model_len: int = 128, block_size: int = 4) -> Kit:
+    """FakeRunner: its answers depend on every byte of KV that it reads back, so stale or foreign bytes show."""
+    return Kit(
+        make_store=lambda num_blocks: fake_store(num_blocks, block_size),
+        make_runner=FakeRunner,
+        fingerprint="fake",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS_TOKEN_ID}),
+    )
+
+
+def checkpoint_kit(
+    path: Path, dtype: torch.dtype = torch.float32, *, block_size: int = 16, max_model_len: int | None = None
+) -> Kit:
+    """A checkpoint, loaded once; free blocks hold NaN."""
+    config, device = parse_config(path), torch.device("cpu")
+    loaded = load_model(path, config, dtype, device, progress=False)
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+    return Kit(
+        make_store=lambda num_blocks: KVStore(layout, config.routing, num_blocks, device, poison=True),
+        make_runner=lambda store: ModelRunner(loaded.decoder, store),
+        fingerprint=loaded.fingerprint,
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len or config.max_position_embeddings,
+        eos_token_ids=config.eos_token_ids,
+    )

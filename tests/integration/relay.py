@@ -1,0 +1,220 @@
+"""A whole cluster in the test process: router over HTTP, workers over gRPC, handoffs over a chosen transport.
+
+Everything is the product's own code but the assembly, which lets a test put a fault between two parts: a slow network,
+a device that stands still, a peer that goes away.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from common.config import DecodeSettings, PrefillSettings, RouterSettings, WorkerSettings
+from common.engine.limits import EngineLimits
+from common.engine.loop import Engine
+from common.handoff.channel import Listener
+from common.handoff.receiver import HandoffReceiver
+from common.handoff.sender import HandoffSender
+from common.kv.pool import BlockPool
+from common.model.batch import Runner
+from common.pb import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
+from common.worker.bridge import EngineBridge
+from common.worker.core import WorkerCore
+from common.worker.lifecycle import Lifecycle
+from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine
+from common.worker.server import WorkerServer
+from decode_worker.intake import Intake
+from decode_worker.service import DecodeService
+from prefill_worker.service import PrefillService
+from tests.contract.rig import GatedListener
+from tests.contract.transports import MemoryTransport, Transport
+from tests.e2e.cluster import Client, until
+from tests.integration.kit import Kit
+from tests.integration.valve import Valve, ValvedConnector
+from tests.unit.router.cluster import router_over
+
+#: Everything is let go this soon after the last request ended.
+BASELINE_S = 5.0
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker's settings; `num_blocks` are usable ones, `chunk` is its token budget per step."""
+
+    kit: Kit
+    num_blocks: int = 160
+    chunk: int = 16
+    max_num_seqs: int = 64
+    timeout_s: float = 5.0
+    #: Of a decode worker: what a transfer may have in flight, and so the largest chunk of its payload.
+    credit_bytes: int = 2**20
+    max_message_bytes: int = 64 * 2**20
+    routing: bool = True
+
+    def settings(self, cls: type[WorkerSettings]) -> WorkerSettings:
+        return cls(model="in memory", max_message_bytes=self.max_message_bytes, handoff_timeout_s=self.timeout_s)
+
+
+@dataclass
+class WorkerEnd:
+    """One running worker."""
+
+    core: WorkerCore
+    runner: Runner
+    address: str
+    instance_id: str
+    service: PrefillService | DecodeService
+    handoffs: HandoffSender | HandoffReceiver | None
+
+    @property
+    def blocks_used(self) -> int:
+        return self.core.engine.load().kv_blocks_used
+
+    def is_idle(self) -> bool:
+        load = self.core.engine.load()
+        held = load.running + load.waiting + load.handoffs + load.kv_blocks_used
+        return held == 0 and (self.handoffs is None or self.handoffs.num_active == 0)
+
+    async def violations(self) -> list[str]:
+        return await asyncio.to_thread(self.core.engine.check_invariants) + self.service.check_invariants()
+
+
+@dataclass
+class Relay:
+    """A running cluster. `prefill` is absent in aggregated mode."""
+
+    client: Client
+    decode: WorkerEnd
+    prefill: WorkerEnd | None
+    valve: Valve
+    #: While clear, the decode worker takes nothing from its handoff socket.
+    receiving: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def prefiller(self) -> WorkerEnd:
+        assert self.prefill is not None, "aggregated mode has no prefill worker"
+        return self.prefill
+
+    async def assert_baseline(self, within_s: float = BASELINE_S) -> None:
+        """Nothing is held by anybody, and every part is consistent."""
+        ends = [self.decode] if self.prefill is None else [self.decode, self.prefill]
+
+        async def idle() -> bool:
+            return all(end.is_idle() for end in ends)
+
+        await until(idle, within_s)
+        for end in ends:
+            assert await end.violations() == []
+        assert (await self.client.json("/cluster"))["router"]["in_flight"] == 0
+
+
+@asynccontextmanager
+async def running_relay(
+    decode: WorkerPlan, prefill: WorkerPlan | None, transport: Transport | None = None, **router: Any
+) -> AsyncIterator[Relay]:
+    """One decode and one prefill worker behind a router, `router` being its settings; without `prefill`: role both."""
+    transport, valve, receiving = transport or MemoryTransport(), Valve(), asyncio.Event()
+    receiving.set()
+    async with AsyncExitStack() as stack:
+        listener = None if prefill is None else GatedListener(transport.listen(), receiving)
+        decode_end = await stack.enter_async_context(_decode_worker(decode, listener))
+        prefill_end = None
+        if prefill is not None:
+            connector = ValvedConnector(transport.connector(), valve)
+            prefill_end = await stack.enter_async_context(_prefill_worker(prefill, connector))
+        addresses = {
+            "decode": [decode_end.address],
+            "prefill": [prefill_end.address] if prefill_end else [],
+        }
+        settings = RouterSettings(**{**addresses, "heartbeat_interval_s": 0.05, **router})
+        _, url = await stack.enter_async_context(router_over(settings))
+        timeout = aiohttp.ClientTimeout(total=60)
+        # No limit on connections: a request that waits in the client's pool would tell nothing.
+        pool = aiohttp.TCPConnector(limit=0)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=pool))
+        yield Relay(Client(session, url), decode_end, prefill_end, valve, receiving)
+
+
+def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
+    kit = plan.kit
+    store = kit.make_store(plan.num_blocks + 1)
+    runner, bridge = kit.make_runner(store), EngineBridge()
+    limits = EngineLimits(
+        max_num_batched_tokens=plan.chunk,
+        max_num_seqs=plan.max_num_seqs,
+        max_waiting=1000,
+        max_model_len=kit.max_model_len,
+        vocab_size=kit.vocab_size,
+    )
+    engine = Engine(runner, store, BlockPool(plan.num_blocks + 1), limits, kit.eos_token_ids, bridge.deliver)
+    bridge.attach(engine)
+    return WorkerCore(kit.description(routing=plan.routing), True, store, engine, bridge), runner
+
+
+@asynccontextmanager
+async def _decode_worker(plan: WorkerPlan, listener: Listener | None) -> AsyncIterator[WorkerEnd]:
+    (core, runner), lifecycle, instance_id = _core(plan), Lifecycle(), new_instance_id()
+    settings = plan.settings(DecodeSettings)
+    intake = Intake(core.engine)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running_engine(core))
+        receiver = None
+        if listener is not None:
+            stack.push_async_callback(listener.close)
+            receiver = await stack.enter_async_context(
+                HandoffReceiver(
+                    listener,
+                    core.store,
+                    handoff_identity(core, instance_id),
+                    timeout_s=plan.timeout_s,
+                    credit_bytes=plan.credit_bytes,
+                    handler=intake,
+                )
+            )
+        service, server = DecodeService(core, receiver, intake, lifecycle), WorkerServer(settings, lifecycle)
+        role = types_pb2.ROLE_BOTH if receiver is None else types_pb2.ROLE_DECODE
+        _, metrics = add_worker_service(
+            server, settings, core, lifecycle, role=role, role_service=service, instance_id=instance_id
+        )
+        if receiver is not None:
+            metrics.counter("handoff_bytes", "As in the decode worker.", lambda: receiver.bytes_received)
+        decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
+        await stack.enter_async_context(_started(server))
+        yield WorkerEnd(core, runner, server.address, instance_id, service, receiver)
+
+
+@asynccontextmanager
+async def _prefill_worker(plan: WorkerPlan, connector: ValvedConnector) -> AsyncIterator[WorkerEnd]:
+    (core, runner), lifecycle, instance_id = _core(plan), Lifecycle(), new_instance_id()
+    settings = plan.settings(PrefillSettings)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running_engine(core))
+        stack.push_async_callback(connector.close)
+        sender = await stack.enter_async_context(
+            HandoffSender(connector, core.store, handoff_identity(core, instance_id), timeout_s=plan.timeout_s)
+        )
+        service, server = PrefillService(core, sender, lifecycle), WorkerServer(settings, lifecycle)
+        add_worker_service(
+            server,
+            settings,
+            core,
+            lifecycle,
+            role=types_pb2.ROLE_PREFILL,
+            role_service=service,
+            instance_id=instance_id,
+        )
+        prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
+        await stack.enter_async_context(_started(server))
+        yield WorkerEnd(core, runner, server.address, instance_id, service, sender)
+
+
+@asynccontextmanager
+async def _started(server: WorkerServer) -> AsyncIterator[None]:
+    await server.grpc.start()
+    try:
+        yield
+    finally:
+        await server.grpc.stop(None)
