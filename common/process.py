@@ -1,0 +1,46 @@
+"""What every moerelay process does around its service: signals, draining, the ready file."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+
+@asynccontextmanager
+async def stop_signals() -> AsyncIterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def drain_or_second_signal(drain: Coroutine[None, None, bool], stop: asyncio.Event) -> bool:
+    """Runs `drain` until it is over or a further signal comes; whether it ended with nothing left to do."""
+    stop.clear()
+    drained, forced = asyncio.create_task(drain), asyncio.create_task(stop.wait())
+    await asyncio.wait([drained, forced], return_when=asyncio.FIRST_COMPLETED)
+    clean = drained.done() and drained.result()
+    for waiter in (drained, forced):
+        waiter.cancel()
+    await asyncio.gather(drained, forced, return_exceptions=True)
+    return clean
+
+
+def host_port(host: str, port: int) -> str:
+    """`HOST:PORT` as gRPC and URLs write it: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def write_ready_file(path: Path, address: str) -> None:
+    """Writes {"address", "pid"} in one step, so that a reader never sees half of it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    partial.replace(path)
