@@ -1,11 +1,11 @@
 """Which processes make up a local cluster, and with which flags: UpSettings in, process specs out."""
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings
+from common.process import num_cores
 from deploy.processes import ProcessSpec
 
 #: A unix socket's path has 108 bytes on Linux and 104 on macOS, its closing zero included.
@@ -101,8 +101,3 @@ def _flag(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [f"--{dashed}" if value else f"--no-{dashed}"]
     return [f"--{dashed}={value}"]
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else (os.cpu_count() or 1)

@@ -13,8 +13,8 @@ from common.model.config import ModelConfig
 from common.model.loader import load_model
 from common.model.numerics import numerics_fingerprint
 from common.model.runner import ModelRunner
+from common.process import num_cores
 from deploy.client import Json
-from deploy.plan import num_cores
 from deploy.verify.cases import Case
 
 _BLOCK_SIZE = 16
