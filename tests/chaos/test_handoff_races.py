@@ -8,6 +8,7 @@ import asyncio
 import random
 
 from common.engine.solo import SoloRunner
+from common.handoff.receiver import HandoffReceiver
 from tests.e2e.cluster import Client, JsonObject, request_body, sse_events, until
 from tests.e2e.oracle import assert_equals_solo
 from tests.fakes.fake_runner import VOCAB_SIZE
@@ -58,19 +59,32 @@ async def answer_is_solo(relay: Relay, solo: SoloRunner, prompt: list[int]) -> N
     assert_equals_solo(answer, solo, prompt, **FIELDS)
 
 
+async def leased_to_one(relay: Relay) -> bool:
+    """D has let go of everything but the blocks of one request of 90 tokens."""
+    assert isinstance(relay.decode.handoffs, HandoffReceiver)
+    return relay.decode.blocks_used == -(-94 // BLOCK_SIZE) and relay.decode.handoffs.num_active == 1
+
+
 async def test_blocks_of_an_aborted_handoff_are_not_written_any_more() -> None:
     """sgl-project/sglang#24527, #35049, vllm-project/vllm#45357.
 
-    A is left at a random point of its throttled transfer, at once B needs the blocks that A had: 200 rounds.
+    A is left at a random point of its throttled transfer, at once B needs the blocks that A had: 200 rounds. In every
+    second one a chunk of A still lies in D's socket when B gets its lease.
     """
     rng, solo = random.Random(1), KIT.solo()
     async with running_relay(small(), WorkerPlan(KIT, chunk=8)) as relay:
         for round_ in range(200):
-            relay.valve.allow(rng.randrange(13))  # of the 13 chunks that 100 tokens make
-            left = start(relay.client, prompt_of(100, round_), stream=bool(round_ % 2))
+            late = round_ % 2 == 1
+            if late:
+                relay.receiving.clear()
+            relay.valve.allow(1 if late else rng.randrange(13))  # of the 13 chunks that 100 tokens make
+            left = start(relay.client, prompt_of(100, round_), stream=rng.random() < 0.5)
             await relay.valve.wait_exhausted()
             await leave(left)
             follower = asyncio.create_task(answer_is_solo(relay, solo, prompt_of(90, round_)))
+            await until(lambda: leased_to_one(relay))
+            assert await relay.decode.violations() == []
+            relay.receiving.set()
             relay.valve.open()
             await follower
         await relay.assert_baseline()
@@ -123,8 +137,8 @@ async def test_clients_that_leave_a_saturated_decode_worker() -> None:
 async def test_blocks_that_prefill_gave_up_do_not_reach_a_late_decode_worker() -> None:
     """vllm-project/vllm#21570, #25897: P gives up on a D that stands still, and fills its blocks with other prompts.
 
-    Here P pushes and D never pulls, so D cannot read reused blocks: what D finds when it wakes are frames of leases that
-    have ended. Requests of that time are typed errors, later ones are right.
+    Here P pushes and D never pulls, so D cannot read reused blocks: what D finds when it wakes are frames of leases
+    that have ended. Requests of that time are typed errors, later ones are right.
     """
     solo = KIT.solo()
     async with running_relay(small(timeout_s=0.3), small(timeout_s=0.3)) as relay:
