@@ -9,15 +9,15 @@ import grpc
 import structlog
 
 from common.engine.request import EngineEvent, EngineRequest, Failed, PromptAdvanced, RequestId, Work
-from common.errors import MoerelayError, UnavailableError, WorkerLostError
+from common.errors import HandoffError, MoerelayError, WorkerLostError
 from common.handoff.leases import LeaseRef
 from common.handoff.messages import Generation, TransferId
 from common.handoff.sender import HandoffSender, Transfer
-from common.messages import sampling_from_pb
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.sampling import SampledToken
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
+from common.worker.requests import engine_request as to_engine_request
 
 log = structlog.get_logger()
 
@@ -93,7 +93,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """Ends the call, which first ends the transfer and then frees the blocks that it reads."""
         prompts = self._prompts.get(request_id)
         if prompts is not None:
-            prompts.fail(WorkerLostError("the prefill was aborted"))
+            prompts.fail(HandoffError("the prefill was aborted"))
         return prompts is not None
 
     def check_invariants(self) -> list[str]:
@@ -101,8 +101,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return [f"{surplus} transfers are under way for no live request"] if surplus > 0 else []
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
-        engine_request = self._engine_request(request)
-        prompts = Prompts()
+        prompts, engine_request = Prompts(), to_engine_request(request, Work.PREFILL, self._core.description)
         with (
             self._lifecycle.serving(),
             self._core.bridge.subscribed(engine_request.request_id, prompts),
@@ -111,20 +110,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._prompts[engine_request.request_id] = prompts
             try:
                 return await self._hand_over(engine_request, request.lease, prompts)
+            except WorkerLostError as error:
+                # To the router a lost worker is the one it called, which it then leaves alone for a while. This worker
+                # lives; what is lost is its connection to the decode worker.
+                raise HandoffError(error.message) from error
             finally:
                 del self._prompts[engine_request.request_id]
                 self._core.engine.cancel(engine_request.request_id)
-
-    def _engine_request(self, request: prefill_pb2.PrefillRequest) -> EngineRequest:
-        if request.routing.enabled and not self._core.description.routing_enabled:
-            raise UnavailableError("routing was asked for, but this worker runs with it switched off")
-        return EngineRequest(
-            request_id=RequestId(request.request_id),
-            prompt=tuple(request.token_ids),
-            sampling=sampling_from_pb(request.sampling),
-            routing_start=request.routing.start if request.routing.enabled else None,
-            work=Work.PREFILL,
-        )
 
     async def _hand_over(
         self, request: EngineRequest, lease: prefill_pb2.Lease, prompts: Prompts
