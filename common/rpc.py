@@ -27,7 +27,7 @@ from common.errors import (
     WorkerLostError,
 )
 
-#: Version of the gRPC services and of the handoff protocol, compared when workers pair.
+#: Version of the gRPC services, compared when workers pair; the handoff has its own, compared in its handshake.
 PROTOCOL_VERSION = 1
 
 log = structlog.get_logger()

@@ -5,10 +5,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from common.config import DecodeSettings
+from common.errors import ConfigError
 from common.handoff.receiver import HandoffReceiver
 from common.handoff.zmq_channel import ZmqListener
 from common.model.config import ModelConfig
 from common.pb import decode_pb2, decode_pb2_grpc, types_pb2
+from common.process import host_port
 from common.worker.core import WorkerCore, build_core
 from common.worker.lifecycle import Lifecycle
 from common.worker.metrics import WorkerMetrics
@@ -40,7 +42,8 @@ async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> No
         if receiver is not None:
             _handoff_metrics(metrics, receiver, intake)
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
-        await server.run([worker_service, decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name])
+        own_service = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
+        await server.run([worker_service, own_service], core.engine_ended())
 
 
 @asynccontextmanager
@@ -51,7 +54,12 @@ async def _handoffs(
     if settings.role == "both":
         yield None, ""
         return
-    endpoint = settings.handoff_endpoint or f"tcp://{settings.host}:0"
+    slot_bytes = core.store.layout.token_bytes + core.store.routing.row_bytes
+    if settings.handoff_credit_bytes < slot_bytes:
+        raise ConfigError(
+            f"--handoff-credit-bytes {settings.handoff_credit_bytes} is less than the {slot_bytes} bytes of one token"
+        )
+    endpoint = settings.handoff_endpoint or f"tcp://{host_port(settings.host, 0)}"
     async with (
         ZmqListener(endpoint, advertise_host=settings.advertise_address) as listener,
         HandoffReceiver(
@@ -70,3 +78,5 @@ def _handoff_metrics(metrics: WorkerMetrics, receiver: HandoffReceiver, intake: 
     metrics.counter("handoff_bytes", "Bytes of KV and routing rows received.", lambda: receiver.bytes_received)
     metrics.counter("routing_rows_received", "Routing rows received.", lambda: receiver.rows_received)
     metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: intake.num_failed)
+    metrics.counter("handoff_discarded", "Messages for leases that were over.", lambda: receiver.num_discarded)
+    metrics.counter("handoff_malformed", "Messages that could not be read.", lambda: receiver.num_malformed)

@@ -41,4 +41,5 @@ async def serve(settings: PrefillSettings, path: Path, config: ModelConfig) -> N
         metrics.counter("routing_rows_shipped", "Routing rows shipped.", lambda: service.stats.rows_sent)
         metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: service.stats.num_failed)
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
-        await server.run([worker_service, prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name])
+        own_service = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+        await server.run([worker_service, own_service], core.engine_ended())

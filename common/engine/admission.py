@@ -1,6 +1,7 @@
 """Who may come in. The only engine state that two threads share, hence the lock."""
 
 import threading
+import time
 
 from common.engine.limits import EngineLimits
 from common.engine.request import EngineRequest, RequestId
@@ -20,7 +21,8 @@ class Admission:
         self._block_size = block_size
         self._lock = threading.Lock()
         self._live: set[RequestId] = set()
-        self._waiting: set[RequestId] = set()
+        #: When each waiting request came in, by the monotonic clock.
+        self._waiting: dict[RequestId, float] = {}
         self._ending: set[RequestId] = set()
         self._closed = False
 
@@ -46,12 +48,13 @@ class Admission:
             if len(self._waiting) >= self._limits.max_waiting:
                 raise OverloadedError(f"{len(self._waiting)} requests wait already; retry later")
             self._live.add(request.request_id)
-            self._waiting.add(request.request_id)
+            self._waiting[request.request_id] = time.monotonic()
 
-    def seat(self, request_id: RequestId) -> None:
-        """The request waits no longer."""
+    def seat(self, request_id: RequestId) -> float:
+        """The request waits no longer; returns the seconds that it waited."""
         with self._lock:
-            self._waiting.discard(request_id)
+            now = time.monotonic()
+            return now - self._waiting.pop(request_id, now)
 
     def leave(self, request_id: RequestId) -> None:
         """The request ended; its id may be used again."""
@@ -81,7 +84,7 @@ class Admission:
 
     def _forget(self, request_id: RequestId) -> None:
         self._live.discard(request_id)
-        self._waiting.discard(request_id)
+        self._waiting.pop(request_id, None)
         self._ending.discard(request_id)
 
     def _check_fields(self, request: EngineRequest) -> None:

@@ -3,7 +3,7 @@
 A step is synchronous; commands come between steps. So an abort never frees blocks that a running step writes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import structlog
@@ -66,6 +66,7 @@ class EngineCore:
         admission: Admission,
     ) -> None:
         self.stats = EngineStats()
+        self.observe_queue_time: Callable[[float], None] = _ignore
         self._runner = runner
         self._store = store
         self._scheduler = Scheduler(pool, limits, block_size=store.layout.block_size)
@@ -140,8 +141,13 @@ class EngineCore:
 
     def _admit(self) -> None:
         for sequence in self._scheduler.admit():
-            self._store.clear_blocks(sequence.blocks)
-            self._admission.seat(sequence.request.request_id)
+            self.observe_queue_time(self._admission.seat(sequence.request.request_id))
+            try:
+                self._store.clear_blocks(sequence.blocks)
+            except RuntimeError as error:  # what torch raises when a device is out of memory or broken
+                _log.error("clearing blocks failed", request=sequence.request.request_id, exc_info=error)
+                self._fail(sequence, InternalError(f"the KV cache failed: {type(error).__name__}"))
+                continue
             if sequence.phase is Phase.LEASED:
                 self._events.append(BlocksLeased(sequence.request.request_id, sequence.blocks))
 
@@ -243,6 +249,10 @@ class EngineCore:
         _log.error("step failed", requests=[s.request.request_id for s in live], exc_info=error)
         for sequence in live:
             self._fail(sequence, InternalError(f"the engine step failed: {type(error).__name__}"))
+
+
+def _ignore(_: float) -> None:
+    """Observes nothing."""
 
 
 def _as_chunk(scheduled: ScheduledChunk) -> Chunk:

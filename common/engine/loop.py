@@ -37,8 +37,8 @@ class Engine:
     a slow consumer costs speed, never memory. Events of a request may arrive before `submit` has returned, and a last
     one after `cancel` has.
 
-    Whoever still reads or writes a request's blocks for a handoff stops before it calls `release`, `abort` or
-    `cancel`: the blocks are given to others at once.
+    Whoever still reads or writes a request's blocks for a handoff stops before it calls `abort` or `cancel`: the blocks
+    are given to others at once.
     """
 
     def __init__(
@@ -77,6 +77,10 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join()
 
+    def join(self) -> None:
+        """Blocks until the thread has ended, by `stop` or by a fault."""
+        self._thread.join()
+
     @property
     def alive(self) -> bool:
         """The thread runs. False after `stop`, and after a fault that ended it."""
@@ -104,10 +108,6 @@ class Engine:
         """Work.DECODE: the whole prompt is in the leased slots. No step runs if `first_token` ends the request."""
         self._command(request_id, partial(self._core.commit_handoff, request_id, first_token))
 
-    def release(self, request_id: RequestId) -> None:
-        """Work.PREFILL: the handoff is over; frees the blocks without an event."""
-        self.cancel(request_id)
-
     def abort(self, request_id: RequestId) -> None:
         """Ends the request, in any phase, with an event of finish reason ABORT that has no tokens and no rows."""
         if self._admission.try_begin_end(request_id):
@@ -127,6 +127,10 @@ class Engine:
         self._credit.release()
 
     # --- observation
+
+    def observe_queue_time(self, observe: Callable[[float], None]) -> None:
+        """From now on `observe` is told, on the engine thread, how many seconds each request waited for its seat."""
+        self._core.observe_queue_time = observe
 
     @property
     def stats(self) -> EngineStats:

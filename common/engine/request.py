@@ -18,7 +18,7 @@ class Work(Enum):
 
     #: Prefill and decode here.
     WHOLE = "whole"
-    #: Prefill here and sample the first token; blocks stay held until `Engine.release`.
+    #: Prefill here and sample the first token; blocks stay held until `Engine.cancel`.
     PREFILL = "prefill"
     #: Blocks are reserved here, somebody else fills them, then `Engine.commit_handoff` starts decoding.
     DECODE = "decode"

@@ -1,5 +1,6 @@
 """Puts one worker's model, memory and engine together from its settings."""
 
+import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,10 @@ class WorkerCore:
     store: KVStore
     engine: Engine
     bridge: EngineBridge
+
+    async def engine_ended(self) -> None:
+        """Returns when the engine thread has ended, by `Engine.stop` or by a fault."""
+        await asyncio.to_thread(self.engine.join)
 
 
 def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> WorkerCore:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.config import WorkerSettings, load_settings
-from common.errors import STARTUP_EXIT_CODE, StartupError
+from common.errors import STARTUP_EXIT_CODE, MoerelayError, StartupError
 from common.log import configure_logging
 from common.model.config import ModelConfig
 from common.model.families import parse_config
@@ -27,7 +27,7 @@ def run_worker(cls: type[SettingsT], prog: str, argv: Sequence[str], load_serve:
         path = resolve_model(settings.model)
         config = parse_config(path)
         asyncio.run(load_serve()(settings, path, config))
-    except StartupError as error:
+    except MoerelayError as error:
         print(f"{prog}: error: {error.message}", file=sys.stderr)
-        return STARTUP_EXIT_CODE
+        return STARTUP_EXIT_CODE if isinstance(error, StartupError) else 1
     return 0

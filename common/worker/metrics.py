@@ -1,8 +1,8 @@
 """A worker's Prometheus metrics, read from the engine and the handoff when they are scraped: no second bookkeeping."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,6 +18,7 @@ class WorkerMetrics(Collector):
     def __init__(self, role: str, worker_id: str) -> None:
         self._labels = (role, worker_id)
         self._readings: list[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str, Reading]] = []
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -26,6 +27,13 @@ class WorkerMetrics(Collector):
 
     def counter(self, name: str, documentation: str, reading: Reading) -> None:
         self._readings.append((CounterMetricFamily, name, documentation, reading))
+
+    def histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Callable[[float], None]:
+        """Returns what takes one observation, on any thread."""
+        histogram = Histogram(
+            f"moerelay_{name}", documentation, ("role", "worker"), buckets=buckets, registry=self._registry
+        )
+        return histogram.labels(*self._labels).observe
 
     def collect(self) -> Iterable[Metric]:
         for family_type, name, documentation, reading in self._readings:
@@ -36,6 +44,10 @@ class WorkerMetrics(Collector):
     def exposition(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self._registry)
+
+
+#: vLLM's buckets for its request latencies, in seconds.
+QUEUE_TIME_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
 
 
 def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
@@ -52,3 +64,7 @@ def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
     metrics.counter("decode_steps", "Forward passes that decoded at least one sequence.", lambda: stats.decode_steps)
     metrics.counter("engine_step_failures", "Forward passes that raised.", lambda: stats.step_failures)
     metrics.counter("routing_rows_captured", "Routing rows recorded here.", lambda: stats.routing_rows_captured)
+    metrics.counter("prefix_cache_hit_tokens", "Prompt tokens not computed; 0 without a prefix cache.", lambda: 0)
+    metrics.counter("preemptions", "Sequences put back; 0, because admission reserves all blocks.", lambda: 0)
+    waited = metrics.histogram("request_queue_time_seconds", "Time until a seat was free.", QUEUE_TIME_BUCKETS)
+    engine.observe_queue_time(waited)

@@ -1,12 +1,7 @@
-"""Serves one worker process: gRPC with health and reflection, the ready file, signals, draining."""
+"""Serves one worker process: gRPC with health and reflection, until it is told to stop or its engine ends."""
 
 import asyncio
-import json
-import os
-import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Sequence
 
 import grpc
 import structlog
@@ -14,13 +9,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.config import WorkerSettings, is_loopback
-from common.errors import ConfigError
+from common.errors import ConfigError, InternalError
+from common.process import drain_or_second_signal, host_port, stop_signals, write_ready_file
 from common.rpc import ErrorInterceptor, channel_options
 from common.worker.lifecycle import Lifecycle
 
 log = structlog.get_logger()
-
-HealthStatus = health_pb2.HealthCheckResponse.ServingStatus
 
 #: After draining (or at once on a second signal) calls that are still live get this long to unwind.
 STOP_GRACE_S = 1.0
@@ -36,11 +30,11 @@ class WorkerServer:
         self.grpc = grpc.aio.server(
             interceptors=[ErrorInterceptor()], options=channel_options(settings.max_message_bytes)
         )
-        self.address = f"{settings.reachable_host}:{self._bind()}"
+        self.address = host_port(settings.reachable_host, self._bind())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     def _bind(self) -> int:
-        listen = f"{self._settings.host}:{self._settings.port}"
+        listen = host_port(self._settings.host, self._settings.port)
         if not is_loopback(self._settings.host):
             log.warning("listening_beyond_loopback", listen=listen, hint="anyone who reaches this port can use it")
         try:
@@ -48,54 +42,39 @@ class WorkerServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {listen}; is the port taken? (--host, --port)") from error
 
-    async def run(self, services: Sequence[str]) -> None:
-        """Serves until SIGTERM or SIGINT, then drains. `services` are the full names for reflection and health."""
-        reflection.enable_server_reflection(
-            (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), self.grpc
-        )
-        async with _signals() as stop:
+    async def run(self, services: Sequence[str], engine_ended: Awaitable[None]) -> None:
+        """Serves until SIGTERM or SIGINT, then drains. `services` are the full names for reflection and health.
+
+        Raises:
+            InternalError: the engine thread ended by itself; a worker without it could only refuse.
+        """
+        reflection.enable_server_reflection((*services, health.SERVICE_NAME), self.grpc)
+        async with stop_signals() as stop:
             await self.grpc.start()
             await self._set_health(services, serving=True)
             if self._settings.ready_file is not None:
                 write_ready_file(self._settings.ready_file, self.address)
             log.info("worker_ready", address=self.address)
-            await stop.wait()
-            stop.clear()
+            alive = await _first(stop.wait(), engine_ended)
             await self._set_health(services, serving=False)
-            await self._drain_or_second_signal(stop)
+            if alive:
+                log.info("worker_draining", timeout_s=self._settings.drain_timeout_s)
+                drained = await drain_or_second_signal(self._lifecycle.drain(self._settings.drain_timeout_s), stop)
+                log.info("worker_stopping", drained=drained)
             await self.grpc.stop(STOP_GRACE_S)
+        if not alive:
+            raise InternalError("the engine thread has ended; see the log above, and restart this worker")
 
     async def _set_health(self, services: Sequence[str], *, serving: bool) -> None:
         response = health_pb2.HealthCheckResponse
         for service in ("", *services):
             await self._health.set(service, response.SERVING if serving else response.NOT_SERVING)
 
-    async def _drain_or_second_signal(self, stop: asyncio.Event) -> None:
-        log.info("worker_draining", timeout_s=self._settings.drain_timeout_s)
-        drained = asyncio.ensure_future(self._lifecycle.drain(self._settings.drain_timeout_s))
-        forced = asyncio.ensure_future(stop.wait())
-        await asyncio.wait([drained, forced], return_when=asyncio.FIRST_COMPLETED)
-        clean = drained.done() and drained.result()
-        for waiter in (drained, forced):
-            waiter.cancel()
-        log.info("worker_stopping", drained=clean)
 
-
-@asynccontextmanager
-async def _signals() -> AsyncIterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-def write_ready_file(path: Path, address: str) -> None:
-    """Writes {"address", "pid"} in one step, so that a reader never sees half of it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
-    partial.replace(path)
+async def _first(stop: Awaitable[object], engine_ended: Awaitable[None]) -> bool:
+    """Waits for either; True if it was `stop`."""
+    stopping, ended = asyncio.ensure_future(stop), asyncio.ensure_future(engine_ended)
+    await asyncio.wait([stopping, ended], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    # The thread that waits for the engine ends with it; `ended` is read so that its outcome is not lost.
+    return not ended.done()

@@ -92,7 +92,7 @@ def test_a_handoff_between_two_engines_equals_a_solo_run(consumer: Consumer) -> 
         copy_slots(prefiller.store, there, consumer.store, here)
         consumer.engine.handoff_advanced(RequestId("a"), there.advances[-1].computed)
     consumer.engine.commit_handoff(RequestId("a"), there.advances[-1].first_token)
-    prefiller.engine.release(RequestId("a"))
+    prefiller.engine.cancel(RequestId("a"))
     consumer.receive_until_ended(here)
     here.assert_equals(solo(here.request))
     prefiller.assert_baseline()
@@ -105,7 +105,7 @@ def test_a_prefill_is_held_until_it_is_released(consumer: Consumer) -> None:
         consumer.receive()
     assert consumer.engine.check_invariants() == []
     assert consumer.engine.load().handoffs == 1
-    consumer.engine.release(RequestId("p"))
+    consumer.engine.cancel(RequestId("p"))
     consumer.assert_baseline()
 
 

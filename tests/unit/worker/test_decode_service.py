@@ -1,0 +1,140 @@
+"""The decode service between engine and handoff: what it may not do in the moments in which both change."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from common.engine.loop import Engine
+from common.engine.request import BlocksLeased, EngineEvent, EngineRequest, Progress, RequestId
+from common.handoff.leases import LeaseRef
+from common.handoff.messages import Generation, TransferId
+from common.handoff.receiver import HandoffReceiver
+from common.kv.pool import BlockId
+from common.pb import decode_pb2, types_pb2
+from common.sampling import Finish, FinishReason
+from common.worker.bridge import EngineBridge
+from common.worker.core import WorkerCore
+from common.worker.lifecycle import Lifecycle
+from decode_worker.intake import Intake
+from decode_worker.service import DecodeService
+
+ID = RequestId("r-0")
+LEASE = LeaseRef(TransferId(1), Generation(2), "ipc://x", 0, 5.0, "instance")
+
+
+class FakeEngine:
+    """Records commands; the test says when events come."""
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+        self.submitted = asyncio.Event()
+
+    def submit(self, request: EngineRequest) -> None:
+        self.commands.append("submit")
+        self.submitted.set()
+
+    def abort(self, request_id: RequestId) -> None:
+        self.commands.append("abort")
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.commands.append("cancel")
+
+    def events_delivered(self) -> None:
+        """Nothing waits for it here."""
+
+
+class FakeReceiver:
+    """Grants one lease; revoking it takes until the test says that the last write is over."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.granted = asyncio.Event()
+        self.revoking = asyncio.Event()
+        self.written = asyncio.Event()
+        self._engine = engine
+
+    def grant(self, *_: Any, **__: Any) -> LeaseRef:
+        self.granted.set()
+        return LEASE
+
+    async def revoke(self, transfer_id: TransferId) -> None:
+        self.revoking.set()
+        await self.written.wait()
+        self._engine.commands.append("revoked")
+
+
+class Rig:
+    """A decode service on fakes, and one call of Generate."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.receiver = FakeReceiver(self.engine)
+        self.bridge = EngineBridge()
+        self.bridge.attach(cast(Engine, self.engine))
+        self.bridge.start()
+        self.sent: list[decode_pb2.GenerateEvent] = []
+        core = SimpleNamespace(
+            bridge=self.bridge, engine=self.engine, description=types_pb2.ModelDescription(routing_enabled=True)
+        )
+        intake = Intake(cast(Engine, self.engine))
+        self.service = DecodeService(cast(WorkerCore, core), cast(HandoffReceiver, self.receiver), intake, Lifecycle())
+
+    def call(self) -> asyncio.Task[None]:
+        request = decode_pb2.GenerateRequest(request_id=ID, token_ids=[1], prefill_site=decode_pb2.PREFILL_SITE_REMOTE)
+        return asyncio.create_task(self.service.Generate(request, cast(Any, self)))
+
+    async def write(self, event: decode_pb2.GenerateEvent) -> None:
+        self.sent.append(event)
+
+    async def tell(self, *events: EngineEvent) -> None:
+        """Delivers events as the engine thread does, and lets the loop dispatch them before anything else runs."""
+        self.bridge.deliver(list(events))
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    return Rig()
+
+
+async def test_no_lease_on_blocks_that_an_abort_is_about_to_free(rig: Rig) -> None:
+    call = rig.call()
+    await rig.engine.submitted.wait()
+    rig.bridge.deliver([BlocksLeased(ID, (BlockId(3),))])
+    assert await rig.service.abort(ID)
+    await rig.tell(Progress(ID, (), None, Finish(FinishReason.ABORT)))
+    await call
+    assert not rig.receiver.granted.is_set()
+    assert rig.engine.commands == ["submit", "abort", "cancel"]
+    assert [event.chunk.finish_reason for event in rig.sent] == [types_pb2.FINISH_REASON_ABORT]
+    assert not await rig.service.abort(ID)
+
+
+async def test_blocks_outlive_the_last_write_however_often_the_call_is_cancelled(rig: Rig) -> None:
+    call = rig.call()
+    await rig.engine.submitted.wait()
+    await rig.tell(BlocksLeased(ID, (BlockId(3),)))
+    await rig.receiver.granted.wait()
+    call.cancel()
+    await rig.receiver.revoking.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert rig.engine.commands == ["submit"]
+    rig.receiver.written.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert rig.engine.commands == ["submit", "revoked", "cancel"]
+
+
+async def test_abort_of_a_leased_request_revokes_first(rig: Rig) -> None:
+    call = rig.call()
+    await rig.engine.submitted.wait()
+    await rig.tell(BlocksLeased(ID, (BlockId(3),)))
+    await rig.receiver.granted.wait()
+    rig.receiver.written.set()
+    assert await rig.service.abort(ID)
+    await rig.tell(Progress(ID, (), None, Finish(FinishReason.ABORT)))
+    await call
+    assert rig.engine.commands[:3] == ["submit", "revoked", "abort"]

@@ -1,0 +1,38 @@
+"""A worker whose engine ended by itself stops serving and says so."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.config import WorkerSettings
+from common.errors import InternalError
+from common.worker.lifecycle import Lifecycle
+from common.worker.server import WorkerServer
+
+
+async def test_a_dead_engine_ends_the_worker() -> None:
+    server = WorkerServer(WorkerSettings(model="m"), Lifecycle())
+    died = asyncio.Event()
+
+    async def engine_ended() -> None:
+        await died.wait()
+
+    running = asyncio.create_task(server.run(["moerelay.v1.Worker"], engine_ended()))
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "moerelay.v1.Worker"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = await stub.Check(request, wait_for_ready=True, timeout=5)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        died.set()
+        with pytest.raises(InternalError, match="engine thread"):
+            await asyncio.wait_for(running, 5)
+
+
+async def test_the_address_of_an_ipv6_host_has_brackets() -> None:
+    server = WorkerServer(WorkerSettings(model="m", host="::1"), Lifecycle())
+    assert server.address.startswith("[::1]:")
+    await server.grpc.stop(None)
