@@ -5,53 +5,30 @@ Unknown TOML keys, flags and MOERELAY_* variables are errors. Nothing else in th
 
 import os
 import tomllib
+from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliApp,
     CliImplicitFlag,
+    CliSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
     TomlConfigSettingsSource,
 )
 
+from common.arguments import ArgumentParser
 from common.errors import ConfigError
+from common.setting_types import ByteSize, HostPort, Port, Seconds
 
 ENV_PREFIX = "MOERELAY_"
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-def parse_bytes(value: object) -> object:
-    """'1GiB' → 1073741824; numbers pass through. Raises ValueError on an unknown unit."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip().lower()
-    digits = text.rstrip("bkmgti")
-    unit = text[len(digits) :]
-    if unit not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write a number with B, KiB, MiB or GiB")
-    return int(float(digits) * _UNITS[unit])
-
-
-def _host_port(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise ValueError(f"{value!r} is not HOST:PORT")
-    return value
-
-
-ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-HostPort = Annotated[str, AfterValidator(_host_port)]
-Port = Annotated[int, Field(ge=0, lt=65_536)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def is_loopback(host: str) -> bool:
@@ -99,10 +76,14 @@ class ModelSettings(LogSettings):
     max_num_batched_tokens: int = Field(256, gt=0, description="Tokens per engine step: the size of a prefill chunk.")
     max_num_seqs: int = Field(64, gt=0, description="Sequences in the running batch.")
     max_waiting: int = Field(1024, gt=0, description="Requests that may wait for blocks; one more is refused (429).")
-    num_threads: int | None = Field(None, gt=0, description="torch threads per worker; default: cores / workers.")
+    num_threads: int | None = Field(
+        None,
+        gt=0,
+        description="torch threads per worker; default: all cores, in a cluster of `moerelay up` cores / workers.",
+    )
     enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Capture and return routing rows.")
     weight_version: str = Field("0", description="Label of the weights that are loaded.")
-    tensor_parallel_size: int = Field(1, ge=1, description="Only 1 is supported.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Only 1: not supported yet.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Only 1: routing cannot follow it.")
     decode_context_parallel_size: int = Field(1, ge=1, description="Only 1: routing cannot follow it.")
     prefill_context_parallel_size: int = Field(1, ge=1, description="Only 1: routing cannot follow it.")
@@ -114,11 +95,18 @@ class ModelSettings(LogSettings):
             raise ValueError(f"--block-size must be a power of two, at most 256, got {self.block_size}")
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise ValueError("--kv-cache-memory and --num-kv-blocks exclude each other")
-        kinds = ("tensor", "pipeline", "decode_context", "prefill_context")
+        self._check_parallel_sizes()
+        return self
+
+    def _check_parallel_sizes(self) -> None:
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                "--tensor-parallel-size must be 1: a worker computes on one device; more is not supported yet"
+            )
+        kinds = ("pipeline", "decode_context", "prefill_context")
         wide = [f"--{k.replace('_', '-')}-parallel-size" for k in kinds if getattr(self, f"{k}_parallel_size") > 1]
         if wide:
             raise ValueError(f"{', '.join(wide)} must be 1: routing rows cannot follow a model that is split this way")
-        return self
 
 
 class WorkerSettings(ModelSettings):
@@ -184,7 +172,9 @@ class UpSettings(ModelSettings):
     mode: Literal["disaggregated", "aggregated"] = Field("disaggregated", description="aggregated: no handoff.")
     host: str = Field("127.0.0.1", description="Address of the HTTP port.")
     port: Port = Field(8000, description="HTTP port; 0 takes a free one.")
-    served_model_name: str | None = Field(None, description="Name in /v1/models; default: the directory's name.")
+    served_model_name: str | None = Field(
+        None, description="Name in /v1/models; default: the hub id, or the directory's name."
+    )
     stream_routed_experts: Literal["delta", "final"] = Field(
         "delta", description="How rows travel in streams by default."
     )
@@ -216,43 +206,53 @@ def load_settings(
     Raises:
         ConfigError: a value, key, flag or variable is wrong; the message names it.
     """
-    known = {f"{ENV_PREFIX}{name.upper()}" for c in SETTINGS for name in c.model_fields}
-    unknown = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name.upper() not in known)
-    if unknown:
-        raise ConfigError(f"no setting knows the environment variable{'s' * (len(unknown) > 1)} {', '.join(unknown)}")
-    arguments, path = _take_config_file(argv)
+    check_environment(environ)
+    arguments, path = _take_config_file(prog, argv)
+    bound = _bind(cls, path)
+    parser = _parser(prog, bound.__doc__)
     try:
-        return CliApp.run(_bind(cls, prog, path), cli_args=arguments)
+        return CliApp.run(bound, cli_args=arguments, cli_settings_source=CliSettingsSource(bound, root_parser=parser))
     except ValidationError as error:
         raise ConfigError("; ".join(_sentence(e) for e in error.errors())) from error
     except SettingsError as error:
-        raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from error
+        raise ConfigError(str(error)) from error
 
 
-def _take_config_file(argv: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Splits `--config PATH` off the arguments; checks that the file is TOML."""
-    rest = list(argv)
-    if "--config" not in rest:
+def check_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError if there is a MOERELAY_* variable that no process knows: most likely a misspelled setting."""
+    known = {f"{ENV_PREFIX}{name.upper()}" for c in SETTINGS for name in c.model_fields}
+    unknown = sorted(name for name in environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
+    if unknown:
+        raise ConfigError(f"no setting knows the environment variable{'s' * (len(unknown) > 1)} {', '.join(unknown)}")
+
+
+def _parser(prog: str, description: str | None = None, *, add_help: bool = True) -> ArgumentParser:
+    """A parser that knows `--config` only, and leaves no trace of it where it is not given."""
+    parser = ArgumentParser(prog, description, add_help=add_help)
+    text = "settings in TOML, weaker than variables and flags"
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", default=SUPPRESS, help=text)
+    return parser
+
+
+def _take_config_file(prog: str, argv: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Splits `--config PATH` off the arguments, since the file is read before the rest; checks that it is TOML."""
+    known, rest = _parser(prog, add_help=False).parse_known_args(argv)
+    path: Path | None = getattr(known, "config", None)
+    if path is None:
         return rest, None
-    at = rest.index("--config")
-    if at + 1 >= len(rest):
-        raise ConfigError("--config needs the path of a TOML file")
-    path = Path(rest[at + 1])
-    del rest[at : at + 2]
     try:
         tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
     return rest, path
 
 
-def _bind(cls: type[SettingsT], prog: str, toml: Path | None) -> type[SettingsT]:
-    """`cls` with a program name and a TOML file as the weakest source."""
+def _bind(cls: type[SettingsT], toml: Path | None) -> type[SettingsT]:
+    """`cls` with a TOML file as the weakest source."""
 
     class Bound(cls):  # type: ignore[valid-type, misc]
         __doc__ = f"{cls.__doc__} Each flag is also a MOERELAY_* variable and a key of --config FILE.toml."
-        # Wrong flags are a SettingsError, hence one line, instead of argparse's usage and exit.
-        model_config = SettingsConfigDict(cli_prog_name=prog, toml_file=toml, cli_exit_on_error=False)
+        model_config = SettingsConfigDict(toml_file=toml)
 
         @classmethod
         def settings_customise_sources(

@@ -1,20 +1,7 @@
-"""Command lines of the small commands: argparse, with our one-line errors and a few types of values."""
+"""Types of values on the command lines of the small commands."""
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn
-
-from common.errors import ConfigError
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print its usage and exit."""
-
-    def __init__(self, prog: str, description: str | None) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def token_ids(text: str) -> list[int]:

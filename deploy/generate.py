@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from common.arguments import ArgumentParser
 from common.errors import ConfigError
 from common.routing.record import RoutingArray
-from deploy.arguments import ArgumentParser, integer, token_ids, url
+from deploy.arguments import integer, token_ids, url
 from deploy.client import ClusterClient, Json, decode_rows, join_rows
 from deploy.expert_chart import chart_lines
 from deploy.text import TextStream, load_tokenizer

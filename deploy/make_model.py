@@ -5,9 +5,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.arguments import ArgumentParser
 from common.model.families import FAMILIES
 from common.model.presets import PRESETS
-from deploy.arguments import ArgumentParser, integer
+from deploy.arguments import integer
 
 Override = bool | int | float | str | list[object] | None
 

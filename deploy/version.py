@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from deploy.arguments import ArgumentParser
+from common.arguments import ArgumentParser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.arguments import ArgumentParser, integer, url
+from common.arguments import ArgumentParser
+from deploy.arguments import integer, url
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,36 @@ def test_toml_then_environment_then_command_line(tmp_path: Path) -> None:
     assert (settings.model, settings.block_size, settings.max_num_seqs) == ("from-file", 64, 5)
 
 
+def test_the_file_may_follow_an_equals_sign(tmp_path: Path) -> None:
+    toml = tmp_path / "router.toml"
+    toml.write_text("max_n = 7\n")
+    assert load_settings(RouterSettings, [f"--config={toml}", "--port=1"], prog="p", environ={}).max_n == 7
+
+
+def test_help_lists_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(RouterSettings, ["--help"], prog="p", environ={})
+    assert "\n  --config FILE.toml " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--model", "m", "--block-size", "3"], "--block-size"),
         (["--model", "m", "--kv-cache-memory", "1GiB", "--num-kv-blocks", "9"], "exclude each other"),
         (["--model", "m", "--kv-cache-memory", "1 parsec"], "--kv-cache-memory"),
-        (["--model", "m", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
+        (["--model", "m", "--kv-cache-memory", "inf"], "--kv-cache-memory: 'inf' is not a size"),
+        (["--model", "m", "--kv-cache-memory", "GiB"], "--kv-cache-memory: 'GiB' is not a size"),
+        (["--model", "m", "--kv-cache-memory", "9" * 5000], "--kv-cache-memory"),
+        (["--model", "m", "--kv-cache-memory", "-1GiB"], "--kv-cache-memory"),
+        (["--model", "m", "--tensor-parallel-size", "2"], "--tensor-parallel-size must be 1: .* not supported yet"),
+        (["--model", "m", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size must be 1: routing rows cannot"),
         (["--model", "m", "--prefill-context-parallel-size", "4"], "--prefill-context-parallel-size"),
         (["--model", "m", "--handoff-timeout-s", "nan"], "--handoff-timeout-s"),
         ([], "--model"),
         (["--config"], "--config"),
         (["--config", "/no/such/file.toml"], "--config"),
+        (["--config=/no/such/file.toml"], "--config /no/such/file.toml: "),
     ],
 )
 def test_refusals_name_the_flag(argv: list[str], message: str) -> None:
@@ -51,7 +69,9 @@ def test_a_variable_of_another_process_is_no_error() -> None:
     assert load_settings(RouterSettings, [], prog="p", environ={"MOERELAY_MODE": "aggregated"}).port == 8000
 
 
-@pytest.mark.parametrize(("text", "size"), [("1GiB", 2**30), ("1.5 MiB", 3 * 2**19), ("2kb", 2000), ("4096", 4096)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("1GiB", 2**30), ("1.5 MiB", 3 * 2**19), ("2kb", 2000), ("4096", 4096), ("0.5GiB", 2**29)]
+)
 def test_sizes(text: str, size: int) -> None:
     settings = load_settings(UpSettings, ["--model", "m", "--kv-cache-memory", text], prog="p", environ={})
     assert settings.kv_cache_memory == size
@@ -63,6 +83,13 @@ def test_worker_lists() -> None:
     assert (settings.prefill, settings.decode) == (["a:1", "b:2"], ["c:3", "d:4"])
     with pytest.raises(ConfigError, match="HOST:PORT"):
         load_settings(RouterSettings, ["--decode", "no-port"], prog="p", environ={})
+
+
+def test_an_ipv6_address_needs_brackets() -> None:
+    argv = ["--prefill", "[::1]:7000"]
+    assert load_settings(RouterSettings, argv, prog="p", environ={}).prefill == ["[::1]:7000"]
+    with pytest.raises(ConfigError, match=r"write \[::1\]:7000"):
+        load_settings(RouterSettings, ["--prefill", "::1:7000"], prog="p", environ={})
 
 
 def test_disaggregated_needs_prefill() -> None:

@@ -1,0 +1,37 @@
+"""Types of setting values: how sizes, ports, addresses and durations are written."""
+
+import re
+from fractions import Fraction
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
+_PORTS = range(1, 65_536)
+
+
+def parse_bytes(value: object) -> object:
+    """'1GiB' → 1073741824; numbers pass through. Raises ValueError for anything that is no size."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write a number with B, KiB, MiB or GiB, such as 1GiB")
+    return int(Fraction(match[1]) * _UNITS[match[2]])
+
+
+def _host_port(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) not in _PORTS:
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"{value!r} has an IPv6 address without brackets; write [{host}]:{port}")
+    return value
+
+
+#: At most what an int64 holds: more is a slip of the keyboard, and would overflow far from here.
+ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+Port = Annotated[int, Field(ge=0, lt=_PORTS.stop)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
