@@ -1,7 +1,6 @@
 """Puts one worker's model, memory and engine together from its settings."""
 
 import asyncio
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from common.model.loader import LoadedModel, load_model
 from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
 from common.model.runner import ModelRunner
 from common.pb import types_pb2
+from common.process import num_cores
 from common.worker.bridge import EngineBridge
 
 #: KV cache of a worker that was told nothing: enough for tens of thousands of tokens of a small model.
@@ -45,7 +45,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
     Raises:
         StartupError: a setting does not fit the checkpoint, or the checkpoint is broken.
     """
-    torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+    torch.set_num_threads(settings.num_threads or num_cores())
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, config)
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, settings.block_size, dtype)
