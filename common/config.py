@@ -26,7 +26,7 @@ from pydantic_settings import (
 
 from common.arguments import ArgumentParser
 from common.errors import ConfigError
-from common.setting_types import ByteSize, HostPort, Port, Seconds
+from common.setting_types import ByteSize, HostPorts, Port, Seconds
 
 ENV_PREFIX = "MOERELAY_"
 
@@ -144,8 +144,8 @@ class RouterSettings(LogSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Port = Field(8000, description="HTTP port; 0 takes a free one.")
     ready_file: Path | None = Field(None, description="Written, as JSON, once the port is bound.")
-    prefill: list[HostPort] = Field([], description="gRPC addresses of prefill workers.")
-    decode: list[HostPort] = Field([], description="gRPC addresses of decode workers (role both: no prefill needed).")
+    prefill: HostPorts = Field([], description="gRPC addresses of prefill workers.")
+    decode: HostPorts = Field([], description="gRPC addresses of decode workers (role both: no prefill needed).")
     model: str | None = Field(None, description="Checkpoint directory, for its tokenizer and generation_config.json.")
     served_model_name: str | None = Field(None, description="Name in /v1/models; default: the directory's name.")
     enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Return routing rows.")

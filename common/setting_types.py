@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
@@ -21,6 +22,11 @@ def parse_bytes(value: object) -> object:
     return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
+def _split(value: object) -> object:
+    """'a:1,b:2' → ['a:1', 'b:2']; lists pass through."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
 def _host_port(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) not in _PORTS:
@@ -33,5 +39,7 @@ def _host_port(value: str) -> str:
 #: At most what an int64 holds: more is a slip of the keyboard, and would overflow far from here.
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
+#: Not decoded as JSON, which an IPv6 address in brackets would be taken for.
+HostPorts = Annotated[list[HostPort], NoDecode, BeforeValidator(_split)]
 Port = Annotated[int, Field(ge=0, lt=_PORTS.stop)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

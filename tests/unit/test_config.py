@@ -85,9 +85,17 @@ def test_worker_lists() -> None:
         load_settings(RouterSettings, ["--decode", "no-port"], prog="p", environ={})
 
 
+def test_worker_lists_in_a_variable_and_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOERELAY_PREFILL", "a:1,[::1]:2")
+    toml = tmp_path / "router.toml"
+    toml.write_text('decode = ["c:3", "[::1]:4"]\n')
+    settings = load_settings(RouterSettings, ["--config", str(toml)], prog="p")
+    assert (settings.prefill, settings.decode) == (["a:1", "[::1]:2"], ["c:3", "[::1]:4"])
+
+
 def test_an_ipv6_address_needs_brackets() -> None:
-    argv = ["--prefill", "[::1]:7000"]
-    assert load_settings(RouterSettings, argv, prog="p", environ={}).prefill == ["[::1]:7000"]
+    argv = ["--prefill", "[::1]:7000", "--prefill", "[::2]:1,a:2"]
+    assert load_settings(RouterSettings, argv, prog="p", environ={}).prefill == ["[::1]:7000", "[::2]:1", "a:2"]
     with pytest.raises(ConfigError, match=r"write \[::1\]:7000"):
         load_settings(RouterSettings, ["--prefill", "::1:7000"], prog="p", environ={})
 
