@@ -7,6 +7,8 @@ small that a request gets the blocks that another one has just lost.
 import asyncio
 import random
 
+import pytest
+
 from common.engine.solo import SoloRunner
 from common.handoff.receiver import HandoffReceiver
 from tests.e2e.cluster import Client, JsonObject, request_body, sse_events, until
@@ -65,17 +67,17 @@ async def leased_to_one(relay: Relay) -> bool:
     return relay.decode.blocks_used == -(-94 // BLOCK_SIZE) and relay.decode.handoffs.num_active == 1
 
 
-async def test_blocks_of_an_aborted_handoff_are_not_written_any_more() -> None:
+@pytest.mark.parametrize("late", [False, True])
+async def test_blocks_of_an_aborted_handoff_are_not_written_any_more(late: bool) -> None:
     """sgl-project/sglang#24527, #35049, vllm-project/vllm#45357.
 
-    A is left at a random point of its throttled transfer, at once B needs the blocks that A had: 200 rounds. In every
-    second one a chunk of A still lies in D's socket when B gets its lease.
+    A is left at a random point of its throttled transfer, at once B needs the blocks that A had: 200 rounds. `late`: a
+    chunk of A still lies in D's socket when B gets its lease.
     """
     rng, solo = random.Random(1), KIT.solo()
     async with running_relay(small(), WorkerPlan(KIT, chunk=8)) as relay:
-        for round_ in range(200):
-            late = round_ % 2 == 1
-            if late:
+        for round_ in range(100):
+            if late and round_:  # in the first round the connection is still to be made
                 relay.receiving.clear()
             relay.valve.allow(1 if late else rng.randrange(13))  # of the 13 chunks that 100 tokens make
             left = start(relay.client, prompt_of(100, round_), stream=rng.random() < 0.5)
@@ -171,4 +173,21 @@ async def test_requests_wait_for_blocks_that_a_stalled_transfer_holds() -> None:
         await until(second_waits)
         relay.valve.open()
         await asyncio.gather(first, second)
+        await relay.assert_baseline()
+
+
+async def test_who_stays_in_a_full_cluster_is_untouched() -> None:
+    """sgl-project/sglang#24527: eight clients leave at random moments around one who stays; D has room for one."""
+    rng, solo = random.Random(4), KIT.solo()
+    async with running_relay(small(), WorkerPlan(KIT, chunk=8)) as relay:
+
+        async def leaving(index: int) -> None:
+            request = start(relay.client, prompt_of(rng.randrange(1, 110), index), stream=rng.random() < 0.7)
+            await asyncio.wait([request], timeout=rng.expovariate(1 / 0.02))
+            await leave(request)
+
+        for round_ in range(20):
+            left = [asyncio.create_task(leaving(8 * round_ + i)) for i in range(8)]
+            await answer_is_solo(relay, solo, prompt_of(100, round_))
+            await asyncio.gather(*left)
         await relay.assert_baseline()

@@ -9,6 +9,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ import numpy.typing as npt
 READY = re.compile(r"^moerelay ready (http://\S+)$")
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
+#: A stream is closed this soon after its last event.
+STREAM_END_S = 1.0
 
 JsonObject = dict[str, Any]
 
@@ -136,9 +139,10 @@ class Client:
 
     async def _read_stream(self, response: aiohttp.ClientResponse, num_choices: int) -> list[Answer]:
         answers = [Answer(200) for _ in range(num_choices)]
-        done = False
+        done, last_event = False, time.monotonic()
         async for event in sse_events(response):
             assert not done, "an event after [DONE]"
+            last_event = time.monotonic()
             if event == "[DONE]":
                 done = True
             elif "error" in (payload := json.loads(event)):
@@ -148,6 +152,7 @@ class Client:
                     answers[choice["index"]].take(choice)
                 for answer in answers:
                     answer.usage = payload.get("usage") or answer.usage
+        assert time.monotonic() - last_event < STREAM_END_S, "the stream stayed open after its last event"
         for answer in answers:
             answer.ended_with_done = done
         failed = answers[0].error is not None
@@ -173,7 +178,7 @@ class Client:
 SAMPLING_FIELDS = frozenset(
     {
         *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids"),
-        *("ignore_eos", "logprobs", "logit_bias", "routed_experts_prompt_start", "return_routed_experts"),
+        *("ignore_eos", "logprobs", "logit_bias", "stop", "routed_experts_prompt_start", "return_routed_experts"),
     }
 )
 

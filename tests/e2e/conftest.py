@@ -6,9 +6,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
-from common.model.synthesize import synthesize
 
 from common.engine.solo import SoloRunner
+from common.model.synthesize import synthesize
 from tests.e2e.cluster import Client, Cluster, running_cluster
 from tests.e2e.oracle import solo_runner
 

@@ -26,15 +26,36 @@ class Service:
         return f"http://{self.address}"
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A child process that may not serve yet."""
+
+    process: subprocess.Popen[bytes]
+    ready_file: Path
+    log: Path
+
+    def wait_ready(self) -> Service:
+        """Waits until it serves."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.ready_file.exists():
+            assert self.process.poll() is None, f"exit code {self.process.returncode}:\n{self._last_lines()}"
+            assert time.monotonic() < deadline, f"not ready within {START_TIMEOUT_S} s:\n{self._last_lines()}"
+            time.sleep(0.05)  # a poll: a file offers nothing to wait on
+        return Service(self.process, json.loads(self.ready_file.read_text())["address"], self.log)
+
+    def _last_lines(self) -> str:
+        return self.log.read_text()[-4000:]
+
+
 @contextmanager
-def running_service(module: str, tmp_path: Path, *flags: str) -> Iterator[Service]:
-    """`python -m MODULE --port 0 FLAGS`, known by its ready file; ended when the block is left."""
+def launched_service(module: str, tmp_path: Path, *flags: str) -> Iterator[Launched]:
+    """`python -m MODULE --port 0 FLAGS`; ended when the block is left."""
     ready, log = tmp_path / f"{module}.ready", tmp_path / f"{module}.log"
     command = [sys.executable, "-m", module, "--port", "0", "--ready-file", str(ready), *flags]
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stderr=stderr)
     try:
-        yield Service(process, _wait_address(process, ready, log), log)
+        yield Launched(process, ready, log)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -43,13 +64,3 @@ def running_service(module: str, tmp_path: Path, *flags: str) -> Iterator[Servic
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _wait_address(process: subprocess.Popen[bytes], ready: Path, log: Path) -> str:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not ready.exists():
-        assert process.poll() is None, f"exit code {process.returncode}:\n{log.read_text()[-4000:]}"
-        assert time.monotonic() < deadline, f"not ready within {START_TIMEOUT_S} s:\n{log.read_text()[-4000:]}"
-        time.sleep(0.05)  # a poll: a file offers nothing to wait on
-    address: str = json.loads(ready.read_text())["address"]
-    return address

@@ -15,11 +15,9 @@ import aiohttp
 import pytest
 
 from common.engine.solo import SoloRunner
-from common.model.synthesize import synthesize
-from tests.e2e.cluster import Client, running_cluster, until
-from tests.e2e.conftest import TINY
+from tests.e2e.cluster import Client, JsonObject, running_cluster, until
 from tests.e2e.oracle import assert_equals_solo
-from tests.e2e.services import Service, running_service
+from tests.e2e.services import Service, launched_service
 from tests.e2e.test_disconnect import assert_baseline, gauges
 from tests.e2e.test_routing_rows import prompt_of
 
@@ -42,11 +40,12 @@ def three_services(
     """A prefill worker, a decode worker and a router, each its own child of the test."""
     base = ("--model", str(model), *MODEL_FLAGS)
     with (
-        running_service("prefill_worker", tmp_path, *base, *prefill_flags) as prefill,
-        running_service("decode_worker", tmp_path, *base, *decode_flags) as decode,
-        running_service("router", tmp_path, "--prefill", prefill.address, "--decode", decode.address) as router,
+        launched_service("prefill_worker", tmp_path, *base, *prefill_flags) as prefill_process,
+        launched_service("decode_worker", tmp_path, *base, *decode_flags) as decode_process,
     ):
-        yield prefill, decode, router
+        prefill, decode = prefill_process.wait_ready(), decode_process.wait_ready()
+        with launched_service("router", tmp_path, "--prefill", prefill.address, "--decode", decode.address) as router:
+            yield prefill, decode, router.wait_ready()
 
 
 async def wait_ready(client: Client, status: int = 200) -> None:
@@ -88,68 +87,98 @@ async def test_dead_prefill_ends_requests_and_decode_exits(tiny_model: Path, tmp
             assert refused.status == 503
             await assert_baseline(client, idle, within_s=8.0)
         for service in (decode, router):
-            begun = time.monotonic()
-            service.process.send_signal(signal.SIGTERM)
-            assert service.process.wait(EXIT_S) == 0, service.log.read_text()[-3000:]
-            assert time.monotonic() - begun < EXIT_S
+            terminate_in_time(service)
 
 
-async def test_stopped_decode_loses_nothing(tiny_model: Path, tmp_path: Path, solo: SoloRunner) -> None:
-    """SIGSTOP D while P pushes, SIGCONT: every answer is right or an explicit error. libzmq#2037, #2161."""
-    with three_services(tiny_model, tmp_path) as (_, decode, router):
+async def test_everybody_exits_in_time_while_decode_stands_still(tiny_model: Path, tmp_path: Path) -> None:
+    """zeromq/pyzmq#537, LMCache#5088: frames for a peer that reads nothing keep neither P nor router from exiting."""
+    with three_services(tiny_model, tmp_path, prefill_flags=("--drain-timeout-s", "1")) as (prefill, decode, router):
         async with connected(router.url) as client:
             await wait_ready(client)
-            prompts = [prompt_of(100, i) for i in range(40)]
-            requests = [asyncio.create_task(client.generate(p, max_tokens=4, ignore_eos=True)) for p in prompts]
+            requests = [
+                asyncio.create_task(client.generate(prompt_of(100, i), max_tokens=20, stream=i % 2 == 0))
+                for i in range(20)
+            ]
             await wait_handoff_begun(client)
             os.kill(decode.process.pid, signal.SIGSTOP)
-            await asyncio.sleep(2.0)  # the fault itself: a receiver that is away for two seconds
-            os.kill(decode.process.pid, signal.SIGCONT)
-            answers = await asyncio.gather(*requests)
-            for prompt, answer in zip(prompts, answers, strict=True):
-                if answer.error is None:
-                    assert_equals_solo(answer, solo, prompt, max_tokens=4, ignore_eos=True)
-            assert any(answer.error is None for answer in answers)
-            after = await client.generate(prompts[0], max_tokens=4, ignore_eos=True)
-            assert_equals_solo(after, solo, prompts[0], max_tokens=4, ignore_eos=True)
+            terminate_in_time(prefill)
+            async with asyncio.timeout(10):
+                answers = await asyncio.gather(*requests)
+            assert all(answer.finish_reason or answer.error for answer in answers)
+        terminate_in_time(router)
+        os.kill(decode.process.pid, signal.SIGCONT)
+        terminate_in_time(decode)
 
 
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        (("--max-model-len", "64"), "max_model_len"),
-        (("--block-size", "8", "--num-kv-blocks", "320"), "block_size"),
-        (("--dtype", "bfloat16"), "dtype"),
-        (("--no-enable-return-routed-experts",), "--enable-return-routed-experts"),
-    ],
-    ids=["context", "block size", "dtype", "routing switch"],
-)
-async def test_unequal_workers_are_not_paired(
-    tiny_model: Path, tmp_path: Path, flags: tuple[str, ...], word: str
-) -> None:
-    """The router refuses the pair in words and takes no request. vllm-project/vllm#14952, sgl-project/sglang#30233."""
-    with three_services(tiny_model, tmp_path, prefill_flags=flags) as (_, _, router):
+def terminate_in_time(service: Service) -> None:
+    """SIGTERM ends it with code 0."""
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(EXIT_S) == 0, service.log.read_text()[-3000:]
+
+
+@pytest.mark.xdist_group("disaggregated")
+async def test_stopped_decode_loses_nothing(client: Client, solo: SoloRunner) -> None:
+    """SIGSTOP D while P pushes, SIGCONT: every answer is right or an explicit error. libzmq#2037, #2161.
+
+    40 prompts of 7 chunks each are 280 messages; more than the mark of 1000 is
+    `test_over_a_thousand_chunks_survive_a_receiver_that_stalls`.
+    """
+    [pid] = [w["pid"] for w in (await client.json("/cluster"))["workers"] if w["role"] == "decode"]
+    prompts = [prompt_of(100, i) for i in range(40)]
+    before = await client.metric("moerelay_handoff_bytes_total", "decode")
+
+    async def begun() -> bool:
+        return await client.metric("moerelay_handoff_bytes_total", "decode") > before
+
+    requests = [asyncio.create_task(client.generate(p, max_tokens=4, ignore_eos=True)) for p in prompts]
+    await until(begun)
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(2.0)  # the fault itself: a receiver that is away for two seconds
+    os.kill(pid, signal.SIGCONT)
+    answers = await asyncio.gather(*requests)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if answer.error is None:
+            assert_equals_solo(answer, solo, prompt, max_tokens=4, ignore_eos=True)
+    assert any(answer.error is None for answer in answers)
+    after = await client.generate(prompts[0], max_tokens=4, ignore_eos=True)
+    assert_equals_solo(after, solo, prompts[0], max_tokens=4, ignore_eos=True)
+
+
+async def test_workers_that_do_not_fit_are_not_paired(tiny_model: Path, tmp_path: Path) -> None:
+    """sgl-project/sglang#30233: a P with a shorter context than D's is refused in words, and no token is ever streamed.
+
+    Other differences: `test_workers_of_another_layout_are_refused`, in one process.
+    """
+    with three_services(tiny_model, tmp_path, prefill_flags=("--max-model-len", "64")) as (_, _, router):
         async with connected(router.url) as client:
 
             async def refused() -> bool:
-                return word in router.log.read_text()
+                return "max_model_len" in router.log.read_text()
 
             await until(refused)
-            answer = await client.generate(prompt_of(50), max_tokens=2)
-            assert answer.status == 503
-            assert not answer.token_ids
+            for stream in (False, True):
+                answer = await client.generate(prompt_of(100), max_tokens=2, stream=stream)
+                assert (answer.status, answer.token_ids) == (503, [])
 
 
-async def test_dtype_follows_the_model(tmp_path: Path) -> None:
-    """257 experts are uint16 even where every id is small. PrimeIntellect-ai/prime-rl#2487."""
-    wide = tmp_path / "wide"
-    synthesize("qwen3_moe", "tiny", 1, TINY | {"num_experts": 257}, wide)
-    with running_cluster(wide, tmp_path, "--num-kv-blocks", "64", "--dtype", "float32") as cluster:
+async def test_aggregated_mode_gives_the_same_bytes(tiny_model: Path, tmp_path: Path, solo: SoloRunner) -> None:
+    """One worker of role both, no handoff: what the disaggregated cluster gives too. llm-d/llm-d-router#1473."""
+    flags = ("--mode", "aggregated", "--dtype", "float32", "--num-kv-blocks", "160", "--max-num-batched-tokens", "16")
+    with running_cluster(tiny_model, tmp_path, *flags) as cluster:
         async with connected(cluster.url) as client:
-            plain = await client.generate(prompt_of(20), max_tokens=5, ignore_eos=True)
-            streamed = await client.generate(prompt_of(20), max_tokens=5, ignore_eos=True, stream=True)
-            assert {part.dtype.name for part in (*plain.row_parts, *streamed.row_parts)} == {"uint16"}
-            assert plain.rows.tobytes() == streamed.rows.tobytes()
+
+            async def one(index: int) -> None:
+                prompt, stream = prompt_of(1 + 7 * index % 100, index), index % 2 == 0
+                fields: JsonObject = {
+                    "max_tokens": 1 + index % 20,
+                    "temperature": index % 3 / 2,
+                    "seed": index,
+                    "logprobs": 1,
+                }
+                answer = await client.generate(prompt, stream=stream, **fields)
+                assert_equals_solo(answer, solo, prompt, **fields)
+
+            await asyncio.gather(*(one(index) for index in range(40)))
 
 
 @pytest.mark.parametrize(

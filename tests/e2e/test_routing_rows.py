@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.e2e.oracle import assert_equals_solo
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("disaggregated")]
 
 #: Lengths around the block size of 16.
-LENGTHS = (1, 2, 15, 16, 17, 33)
+LENGTHS = (1, 2, 15, 16, 17, 32, 33)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -97,8 +98,12 @@ async def test_one_token_needs_no_decode_step(client: Client) -> None:
     """sgl-project/sglang#7147: the token that prefill sampled is the only one, and D runs no step for it."""
     before = await client.metric("moerelay_engine_steps_total", "decode")
     for stream in (False, True):
-        answer = await client.generate(prompt_of(9), max_tokens=1, stream=stream, ignore_eos=True)
+        answer = await client.generate(
+            prompt_of(9), max_tokens=1, stream=stream, ignore_eos=True, stream_options={"include_usage": True}
+        )
         assert (len(answer.token_ids), answer.finish_reason, len(answer.rows)) == (1, "length", 9)
+        assert answer.usage is not None
+        assert answer.usage["completion_tokens"] == 1
     assert await client.metric("moerelay_engine_steps_total", "decode") == before
 
 
@@ -182,9 +187,9 @@ async def test_random_requests_stream_equals_plain(client: Client, solo: SoloRun
     gate = asyncio.Semaphore(16)
 
     async def one(index: int) -> None:
-        prompt = prompt_of(rng.randrange(1, 90), seed=index)
+        prompt = prompt_of(rng.randrange(1, 70), seed=index)
         fields: JsonObject = {
-            "max_tokens": rng.randrange(1, 30),
+            "max_tokens": rng.randrange(1, 20),
             "temperature": rng.choice([0.0, 0.7, 1.3]),
             "seed": rng.randrange(-(2**63), 2**63),
             "top_k": rng.choice([0, 5]),
@@ -235,14 +240,35 @@ def test_decode_rows_is_strict() -> None:
         decode_rows("k05V\n")
 
 
-async def test_unchanged_processes(client: Client, disaggregated: Cluster) -> None:
-    """Bad input never restarts a worker: the same processes answer as before."""
+async def test_bad_input_changes_nothing(client: Client, disaggregated: Cluster, solo: SoloRunner) -> None:
+    """vllm-project/vllm#9634, #56844: after every refusal the same processes give the same answer within 2 s."""
     before = await client.json("/cluster")
-    for token_ids in ([300], [-1], [2**31], [2**63], [5, 300], [1.5], ["5"], [True], [None], [[5]], []):
-        refused = await client.generate(token_ids, max_tokens=2)  # type: ignore[arg-type]
-        assert refused.status == 400, token_ids
-    canary = await client.generate([5, 6, 7], max_tokens=4)
-    assert len(canary.rows) == 3 + len(canary.token_ids) - 1
+    bad_prompts: tuple[list[Any], ...] = (
+        [300],
+        [-1],
+        [2**31],
+        [2**63],
+        [5, 300],
+        [1.5],
+        ["5"],
+        [True],
+        [None],
+        [[5]],
+        [],
+    )
+    bad_starts = (11, -1, 2**63, 2**70, "3", 1.5, True)
+    hostile: list[JsonObject] = [
+        *({"token_ids": token_ids} for token_ids in bad_prompts),
+        *({"token_ids": prompt_of(10), "routed_experts_prompt_start": start} for start in bad_starts),
+    ]
+    for index, fields in enumerate(hostile):
+        refused = await client.generate(**fields, max_tokens=2, stream=index % 2 == 0)
+        assert refused.status == 400, fields
+        async with asyncio.timeout(2):
+            canary = await client.generate([5, 6, 7], max_tokens=4)
+        assert_equals_solo(canary, solo, [5, 6, 7], max_tokens=4)
+    largest = await client.generate([299], max_tokens=2, ignore_eos=True)
+    assert_equals_solo(largest, solo, [299], max_tokens=2, ignore_eos=True)
     after = await client.json("/cluster")
     assert [w["pid"] for w in before["workers"]] == [w["pid"] for w in after["workers"]]
     assert disaggregated.process.poll() is None

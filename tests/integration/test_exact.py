@@ -170,6 +170,30 @@ async def test_decode_never_recomputes_a_prompt(make_checkpoint: MakeCheckpoint)
         assert relay.prefiller.core.engine.stats.prompt_tokens_computed == 2 * (1 + 16 + 33 + 100)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_first_token_that_ends_the_request_frees_both_sides(
+    make_checkpoint: MakeCheckpoint, mode: str, stream: bool
+) -> None:
+    """sgl-project/sglang#12151: EOS or a stop id sampled by P: one token, p rows, no decode step, blocks free in 1 s.
+
+    Stop strings are not supported here: they are a 400.
+    """
+    kit = checkpoint_kit(make_checkpoint())
+    ends: list[JsonObject] = [
+        {"logit_bias": {"2": 100}},
+        {"logit_bias": {"77": 100}, "stop_token_ids": [77]},
+    ]
+    async with running_relay(*plan(kit, mode)) as relay:
+        for fields in ends:
+            answer = await relay.client.generate(prompt_of(21), max_tokens=20, stream=stream, **fields)
+            assert (len(answer.token_ids), answer.finish_reason, len(answer.rows)) == (1, "stop", 21)
+            await relay.assert_baseline(within_s=1.0)
+        assert relay.decode.core.engine.stats.decode_steps == 0
+        refused = await relay.client.generate(prompt_of(21), max_tokens=20, stream=stream, stop=["x"])
+        assert refused.status == 400
+
+
 async def aborted(relay: Relay, request_id: str) -> bool:
     """False while the router does not know the id yet."""
     url = f"{relay.client.url}/inference/v1/abort_requests"
@@ -206,7 +230,7 @@ async def test_a_request_aborted_while_it_waits_has_null_rows(make_checkpoint: M
 
 
 async def test_chunks_that_coalesce_keep_tokens_and_rows_together(make_checkpoint: MakeCheckpoint) -> None:
-    """vllm-project/vllm#37094: behind a reader that starves the event loop, events carry several tokens with their rows."""
+    """vllm-project/vllm#37094: behind a starving reader, events carry several tokens and all their rows."""
     kit, prompt = checkpoint_kit(make_checkpoint()), prompt_of(20)
     fields: JsonObject = {"max_tokens": 60, "ignore_eos": True}
     answer = Answer(200)
