@@ -9,6 +9,7 @@ from common.arguments import ArgumentParser
 from common.model.families import FAMILIES
 from common.model.presets import PRESETS
 from deploy.arguments import integer
+from deploy.extras import needs_worker_extra
 
 Override = bool | int | float | str | list[object] | None
 
@@ -44,7 +45,8 @@ def _parser() -> ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    from common.model.synthesize import synthesize  # imports torch
+    with needs_worker_extra("make-model"):
+        from common.model.synthesize import synthesize
 
     synthesize(arguments.family, arguments.preset, arguments.seed, dict(arguments.overrides), arguments.out)
     print(arguments.out)

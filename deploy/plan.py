@@ -4,15 +4,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config import DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings
+from common.config import DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings, WorkerSettings
 from common.process import num_cores
 from deploy.processes import ProcessSpec
 
 #: A unix socket's path has 108 bytes on Linux and 104 on macOS, its closing zero included.
 _MAX_SOCKET_PATH_BYTES = 103
 
-#: Settings of `up` that name something else in the services.
-_PREFILL_OWN = {"host", "port", "log_format", "num_threads"}
+#: Settings of `up` that name something else in the services, or that the plan decides.
+_WORKER_OWN = {"host", "port", "log_format", "num_threads"}
 _ROUTER_OWN = {"prefill", "decode", "log_format"}
 
 
@@ -42,7 +42,8 @@ class ClusterPlan:
         """None in aggregated mode, where each decode worker prefills for itself."""
         if self.settings.mode == "aggregated":
             return []
-        return [self._worker(f"prefill-{i}", self.modules.prefill, []) for i in range(self.settings.prefill)]
+        prefill = range(self.settings.prefill)
+        return [self._worker(PrefillSettings, f"prefill-{i}", self.modules.prefill, []) for i in prefill]
 
     def decode_workers(self) -> list[ProcessSpec]:
         role = "both" if self.settings.mode == "aggregated" else "decode"
@@ -52,7 +53,7 @@ class ClusterPlan:
             socket = self.directory / f"handoff-{i}"
             if role == "decode" and len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES:
                 flags.append(f"--handoff-endpoint=ipc://{socket}")
-            specs.append(self._worker(f"decode-{i}", self.modules.decode, flags))
+            specs.append(self._worker(DecodeSettings, f"decode-{i}", self.modules.decode, flags))
         return specs
 
     def router(self, prefill: list[str], decode: list[str]) -> ProcessSpec:
@@ -70,10 +71,9 @@ class ClusterPlan:
     def num_workers(self) -> int:
         return self.settings.decode + (0 if self.settings.mode == "aggregated" else self.settings.prefill)
 
-    def _worker(self, name: str, module: str, extra: list[str]) -> ProcessSpec:
-        cls = PrefillSettings if name.startswith("prefill") else DecodeSettings
+    def _worker(self, cls: type[WorkerSettings], name: str, module: str, extra: list[str]) -> ProcessSpec:
         flags = [
-            *shared_flags(self.settings, cls, _PREFILL_OWN),
+            *shared_flags(self.settings, cls, _WORKER_OWN),
             self._log_format(),
             f"--num-threads={self.settings.num_threads or max(1, num_cores() // self.num_workers)}",
             f"--worker-id={name}",

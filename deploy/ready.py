@@ -9,6 +9,8 @@ from pathlib import Path
 
 import aiohttp
 
+from common.errors import StartupError
+
 #: Far below the time that any process needs to start.
 _POLL_INTERVAL_S = 0.05
 #: One probe; a router that takes longer to answer /ready is not ready.
@@ -31,7 +33,7 @@ def _reported_address(path: Path) -> str | None:
 
 
 async def wait_until_ready(url: str) -> None:
-    """Returns when a GET of `url` answers 200."""
+    """Returns when a GET of `url` answers 200. Raises StartupError if `url` is none."""
     async with aiohttp.ClientSession(timeout=_PROBE_TIMEOUT, trust_env=False) as session:
         while True:
             if await _answers_200(session, url):
@@ -43,5 +45,7 @@ async def _answers_200(session: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with session.get(url) as response:
             return response.status == 200
+    except aiohttp.InvalidURL as error:  # no waiting makes it a URL
+        raise StartupError(f"the router cannot be probed: {url} is not a URL") from error
     except (aiohttp.ClientError, TimeoutError):
         return False

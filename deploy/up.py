@@ -1,15 +1,18 @@
 """`moerelay up`: a whole cluster on this machine, from checkpoint to `moerelay ready URL`, and down again."""
 
 import asyncio
+import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from common.config import UpSettings, load_settings
 from common.errors import STARTUP_EXIT_CODE, StartupError, WorkerLostError
+from common.process import host_port
+from deploy.extras import needs_worker_extra
 from deploy.plan import ClusterPlan
 from deploy.processes import Child, ProcessGroup, ProcessSpec, StopRequests, race
 from deploy.ready import read_ready_file, wait_until_ready
@@ -68,9 +71,9 @@ class LocalCluster:
         router = self._plan.router(await self._addresses(prefill), await self._addresses(decode))
         self._routers.append(await self._group.start(router))
         [address] = await self._addresses([router])
-        port = address.rpartition(":")[2]
         await wait_until_ready(f"http://{address}/ready")
-        return f"http://{_url_host(self._plan.settings.host)}:{port}"
+        port = int(address.rpartition(":")[2])
+        return f"http://{host_port(self._plan.settings.host, port)}"
 
     async def _addresses(self, specs: Sequence[ProcessSpec]) -> list[str]:
         return [await read_ready_file(self._plan.ready_file(spec.name)) for spec in specs]
@@ -111,10 +114,6 @@ def describe_exit(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 async def launch(settings: UpSettings) -> int:
     """Runs the cluster that `settings` describe, in a private directory, until a signal comes."""
     with tempfile.TemporaryDirectory(prefix="moerelay-") as directory:
@@ -125,15 +124,28 @@ async def launch(settings: UpSettings) -> int:
             return await LocalCluster(plan, group, sys.stdout).run(stop)
 
 
-def check_model(model: str) -> None:
-    """Refuses what the workers would refuse, before any of them starts. Raises CheckpointError."""
-    from common.model.families import parse_config
-    from common.model.hub import resolve_model
+def with_local_model(settings: UpSettings, resolve: Callable[[str], Path]) -> UpSettings:
+    """`settings` with the checkpoint's directory for a model, found (or downloaded) once instead of by every child.
 
-    parse_config(resolve_model(model))
+    What clients see stays the hub id, or the directory's name. A model that the workers would refuse is refused here,
+    before any of them starts.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is not supported.
+    """
+    from common.model.families import parse_config
+
+    path = Path(os.path.abspath(resolve(settings.model)))
+    parse_config(path)
+    is_local = Path(settings.model).expanduser().is_dir()
+    name = settings.served_model_name or (path.name if is_local else settings.model)
+    return settings.model_copy(update={"model": str(path), "served_model_name": name})
 
 
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, argv, prog="moerelay up")
-    check_model(settings.model)
+    with needs_worker_extra("up"):
+        from common.model.hub import resolve_model
+
+        settings = with_local_model(settings, resolve_model)
     return asyncio.run(launch(settings))

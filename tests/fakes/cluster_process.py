@@ -8,12 +8,14 @@ file that FAKE_JOURNAL names. FAKE_FAULTS, JSON of process name → fault, makes
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from common.config import DecodeSettings, PrefillSettings, RouterSettings, WorkerSettings, load_settings
+from common.process import host_port
 
 
 class Journal:
@@ -59,10 +61,14 @@ class ReadyHandler(BaseHTTPRequestHandler):
         """Quiet."""
 
 
-def serve_http(port: int) -> str:
-    server = HTTPServer(("127.0.0.1", port), ReadyHandler)
+class IPv6Server(HTTPServer):
+    address_family = socket.AF_INET6
+
+
+def serve_http(host: str, port: int) -> str:
+    server = (IPv6Server if ":" in host else HTTPServer)((host, port), ReadyHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"127.0.0.1:{server.server_port}"
+    return host_port(host, server.server_port)
 
 
 def read_settings(role: str, argv: list[str]) -> WorkerSettings | RouterSettings:
@@ -84,7 +90,8 @@ def main(role: str, argv: list[str]) -> None:
     stop = signal.SIGTERM
     signal.pthread_sigmask(signal.SIG_BLOCK, {stop})
     misbehave_at_start(name, fault)
-    address = serve_http(settings.port) if isinstance(settings, RouterSettings) else f"127.0.0.1:{9000 + len(name)}"
+    is_router = isinstance(settings, RouterSettings)
+    address = serve_http(settings.host, settings.port) if is_router else f"127.0.0.1:{9000 + len(name)}"
     report_ready(settings.ready_file, address)
     signal.sigwait({stop})
     journal.add("stopping")

@@ -49,6 +49,8 @@ def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
         (["make-model", "--family", "mixtral", "--out", "o", "--set", "x"], "'x' is not KEY=VALUE, e.g."),
         (["up", "--model", "m", "--tensor-parallel-size", "2"], "--tensor-parallel-size must be 1"),
         (["up", "--model", "m", "--bogus", "1"], "unrecognized arguments: --bogus 1"),
+        (["up", "--model", "m", "--kv-cache-memory", "inf"], "'inf' is not a size"),
+        (["up", "--model", "m", "--config=/no/such.toml"], "--config /no/such.toml: "),
         (["up", "--model", "m", "--prefill", "0"], "--prefill must be at least 1 in disaggregated mode"),
     ],
 )
@@ -59,6 +61,25 @@ def test_wrong_flags_are_one_line_and_exit_code_2(
     assert code == 2
     assert line.startswith("moerelay: error: ")
     assert sentence in line
+
+
+@pytest.mark.parametrize("command", [["version"], ["generate", "--token-ids", "1"], ["make-model", "--help"]])
+def test_a_variable_that_no_setting_knows_is_an_error_of_every_command(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOERELAY_PREFIL", "2")
+    code, line = error_of(command, capsys)
+    assert (code, line) == (2, "moerelay: error: no setting knows the environment variable MOERELAY_PREFIL")
+
+
+def test_make_model_without_torch_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "common.model.synthesize", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # what the import system takes for "not installed"
+    code, line = error_of(["make-model", "--family", "mixtral", "--out", str(tmp_path / "m")], capsys)
+    assert code == 2
+    assert "make-model needs the workers' packages: pip install 'moerelay[worker]'" in line
 
 
 def test_failures_at_run_time_exit_with_1(capsys: pytest.CaptureFixture[str]) -> None:

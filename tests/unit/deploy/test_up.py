@@ -1,16 +1,24 @@
 """The launcher, with stand-ins for the services: what it starts, says, and leaves behind."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from common.errors import StartupError, WorkerLostError
+from common.config import UpSettings
+from common.errors import CheckpointError, StartupError, WorkerLostError
+from common.model.hub import resolve_model
+from common.model.presets import synthetic_config
+from deploy.plan import ClusterPlan
 from deploy.processes import clean_environment
+from deploy.ready import wait_until_ready
+from deploy.up import with_local_model
 from tests.unit.deploy.conftest import REPOSITORY, StartCluster, is_alive
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0")
@@ -26,6 +34,76 @@ async def test_ready_line_is_the_only_output_and_a_stop_drains_router_before_wor
     assert re.fullmatch(r"moerelay ready http://127\.0\.0\.1:[1-9]\d*\n", cluster.stdout.getvalue())
     assert cluster.events("stopping")[0] == "router"
     assert sorted(cluster.events("stopping")) == sorted(["router", *WORKERS])
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_ready_line_of_an_ipv6_host_is_a_url(start_cluster: StartCluster) -> None:
+    async with start_cluster(host="::1") as cluster:
+        await cluster.ready()
+    assert re.fullmatch(r"moerelay ready http://\[::1\]:[1-9]\d*\n", cluster.stdout.getvalue())
+
+
+async def test_an_address_that_is_no_url_is_not_waited_for() -> None:
+    with pytest.raises(StartupError, match="http://::1:8000/ready is not a URL"):
+        await wait_until_ready("http://::1:8000/ready")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """As much of a checkpoint as is read before the workers start."""
+    path = tmp_path / "home" / "tiny"
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(synthetic_config("qwen3_moe", "tiny", {})))
+    return path
+
+
+def flags_of(settings: UpSettings, tmp_path: Path) -> list[set[str]]:
+    """The flags of every process of the plan."""
+    plan = ClusterPlan(settings, tmp_path)
+    specs = [*plan.prefill_workers(), *plan.decode_workers(), plan.router([], [])]
+    return [set(spec.arguments) for spec in specs]
+
+
+def test_children_get_the_directory_behind_a_hub_id_and_clients_its_name(checkpoint: Path, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def resolve(name: str) -> Path:
+        asked.append(name)
+        return checkpoint
+
+    *workers, router = flags_of(with_local_model(UpSettings(model="org/tiny-moe"), resolve), tmp_path)
+    assert asked == ["org/tiny-moe"]
+    assert all(f"--model={checkpoint}" in flags for flags in [*workers, router])
+    assert "--served-model-name=org/tiny-moe" in router
+
+
+def test_children_get_the_directory_behind_a_tilde(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    *workers, router = flags_of(with_local_model(UpSettings(model="~/tiny"), resolve_model), tmp_path)
+    assert all(f"--model={checkpoint}" in flags for flags in [*workers, router])
+    assert "--served-model-name=tiny" in router
+
+
+def test_a_given_name_is_kept(checkpoint: Path, tmp_path: Path) -> None:
+    settings = UpSettings(model=str(checkpoint), served_model_name="mine")
+    *_, router = flags_of(with_local_model(settings, resolve_model), tmp_path)
+    assert "--served-model-name=mine" in router
+
+
+def test_a_model_that_no_worker_would_load_is_refused_before_any_starts(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="llama"):
+        with_local_model(UpSettings(model=str(checkpoint)), resolve_model)
 
 
 async def test_settings_reach_the_services_as_flags(
