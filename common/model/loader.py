@@ -1,7 +1,4 @@
-"""Loads a checkpoint: every expected tensor, nothing else, straight into the fused form that the decoder computes with.
-
-Shape suffixes: E experts, F feed-forward width, H hidden size.
-"""
+"""Loads a checkpoint: every expected tensor, nothing else, straight into the form that the decoder computes with."""
 
 import dataclasses
 import json
@@ -19,7 +16,7 @@ from common.errors import CheckpointError
 from common.model.checkpoint import CheckpointFiles
 from common.model.config import ModelConfig
 from common.model.decoder import Attention, DecoderLayer, MoeDecoder
-from common.model.layers import GatedFeedForward
+from common.model.layers import GatedFeedForward, prepare_weight
 from common.model.moe import Experts, MoeFeedForward, Router
 from common.model.tensors import (
     EMBEDDING,
@@ -125,7 +122,7 @@ def _build_decoder(source: _TensorSource, config: ModelConfig) -> MoeDecoder:
     layers = [_layer(source, config, index) for index in range(config.num_layers)]
     final_norm = source.tensor(FINAL_NORM)
     lm_head = embedding if config.tie_word_embeddings else source.tensor(LM_HEAD)
-    return MoeDecoder(config, embedding, layers, final_norm, lm_head)
+    return MoeDecoder(config, embedding, layers, final_norm, prepare_weight(lm_head))
 
 
 def _layer(source: _TensorSource, config: ModelConfig, layer: int) -> DecoderLayer:
@@ -144,9 +141,9 @@ def _attention(source: _TensorSource, config: ModelConfig, layer: int) -> Attent
 
     biased = config.attention_bias
     return Attention(
-        qkv=source.joined(*names("qkv", "proj.weight")),
+        qkv=prepare_weight(source.joined(*names("qkv", "proj.weight"))),
         qkv_bias=source.joined(*names("qkv", "proj.bias")) if biased else None,
-        out=source.tensor(*names("o", "proj.weight")),
+        out=prepare_weight(source.tensor(*names("o", "proj.weight"))),
         out_bias=source.tensor(*names("o", "proj.bias")) if biased else None,
         qk_norm=_qk_norm(source, config, names("qk", "norm.weight")) if config.qk_norm else None,
         num_kv_heads=config.num_kv_heads,
@@ -163,19 +160,17 @@ def _qk_norm(source: _TensorSource, config: ModelConfig, names: list[str]) -> to
 
 def _dense(source: _TensorSource, layer: int) -> GatedFeedForward:
     gate, up, down = dense_tensors(layer)
-    return GatedFeedForward(source.joined(gate, up), source.tensor(down))
+    return GatedFeedForward(prepare_weight(source.joined(gate, up)), prepare_weight(source.tensor(down)))
 
 
 def _moe(source: _TensorSource, config: ModelConfig, layer: int) -> MoeFeedForward:
-    gate_up_EFH = source.empty(config.num_experts, 2 * config.expert_size, config.hidden_size)
-    down_EHF = source.empty(config.num_experts, config.hidden_size, config.expert_size)
+    gate_ups, downs = [], []
     for expert in range(config.num_experts):
         gate, up, down = expert_tensors(config, layer, expert)
-        source.fill(gate_up_EFH[expert, : config.expert_size], gate)
-        source.fill(gate_up_EFH[expert, config.expert_size :], up)
-        source.fill(down_EHF[expert], down)
+        gate_ups.append(prepare_weight(source.joined(gate, up)))
+        downs.append(prepare_weight(source.tensor(down)))
     router = Router(source.tensor(router_tensor(config, layer)), config.top_k, config.norm_topk_prob)
-    return MoeFeedForward(router, Experts(gate_up_EFH, down_EHF))
+    return MoeFeedForward(router, Experts(gate_ups, downs))
 
 
 def _optional_tensors(config: ModelConfig) -> frozenset[str]:

@@ -4,6 +4,7 @@ Shape suffixes: T tokens, H hidden size, E experts, K experts per token, F exper
 ordered by expert.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,12 +63,12 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The weights of all experts of a layer, stacked."""
+    """The weights of all experts of a layer, by id."""
 
-    #: [E, 2 F, H]: gate rows, then up rows.
-    gate_up: torch.Tensor
-    #: [E, H, F]
-    down: torch.Tensor
+    #: [2 F, H] each: gate rows, then up rows.
+    gate_up: Sequence[torch.Tensor]
+    #: [H, F] each.
+    down: Sequence[torch.Tensor]
 
     def forward(self, x_RH: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Applies each expert to its `counts` consecutive rows, [R, H]."""
@@ -95,12 +96,7 @@ def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     return total_TH
 
 
-def _grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _grouped_linear(x_RI: torch.Tensor, weights_OI: Sequence[torch.Tensor], counts: list[int]) -> torch.Tensor:
     """Each expert's rows times its weight, transposed; [R, O]. Experts without rows cost nothing."""
-    y_RO = x_RI.new_empty(len(x_RI), weight_EOI.shape[1])
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            y_RO[start : start + count] = linear(x_RI[start : start + count], weight_EOI[expert])
-            start += count
-    return y_RO
+    parts = torch.split(x_RI, counts)
+    return torch.cat([linear(part, weight) for part, weight in zip(parts, weights_OI, strict=True) if len(part)])

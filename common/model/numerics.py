@@ -9,7 +9,7 @@ import xxhash
 from common.errors import ConfigError
 from common.model.attention import TILE
 from common.model.config import ModelConfig
-from common.model.layers import FP32_MULTIPLE, batched_product, linear, silu_gated
+from common.model.layers import FP32_MULTIPLE, batched_product, linear, prepare_weight, silu_gated
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -79,7 +79,7 @@ def _probe(device: torch.device, dtype: torch.dtype) -> str:
         return torch.from_numpy(random.standard_normal(shape, np.float32)).to(device, dtype)
 
     digest = xxhash.xxh3_64()
-    weight = draw(256, 512)
+    weight = prepare_weight(draw(256, 512))
     for num_rows in (1, 256):
         product = linear(draw(num_rows, 512), weight)
         activated = silu_gated(product)

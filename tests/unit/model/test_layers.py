@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from common.model.layers import batched_product, linear, rms_norm, silu_gated
+from common.model.layers import batched_product, linear, prepare_weight, rms_norm, silu_gated
 
 #: Outputs and inputs: tiny, odd, and large enough for the blocked kernels.
 _SHAPES = [(3, 50), (7, 76), (8, 64), (64, 32), (74, 75), (257, 64), (512, 256), (32, 1024)]
@@ -33,7 +33,7 @@ def _assert_rows_independent(function: Callable[[torch.Tensor], torch.Tensor], x
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), _SHAPES)
 def test_linear_rows_are_independent(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
-    weight = _draw(num_outputs, num_inputs, dtype=dtype)
+    weight = prepare_weight(_draw(num_outputs, num_inputs, dtype=dtype))
     _assert_rows_independent(lambda x: linear(x, weight), _draw(1024, num_inputs, dtype=dtype))
 
 
@@ -41,7 +41,7 @@ def test_linear_rows_are_independent(num_outputs: int, num_inputs: int, dtype: t
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), _SHAPES)
 def test_linear_does_not_depend_on_threads(num_outputs: int, num_inputs: int, dtype: torch.dtype, threads: int) -> None:
-    x, weight = _draw(1024, num_inputs, dtype=dtype), _draw(num_outputs, num_inputs, dtype=dtype)
+    x, weight = _draw(1024, num_inputs, dtype=dtype), prepare_weight(_draw(num_outputs, num_inputs, dtype=dtype))
     alone = linear(x, weight)
     torch.set_num_threads(threads)
     for num_rows in (1, 7, 16, 50, 1024):
@@ -54,6 +54,14 @@ def test_linear_is_the_product_plus_the_bias(dtype: torch.dtype) -> None:
     expected = _double(x) @ _double(weight).T + _double(bias)
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
     np.testing.assert_allclose(_double(linear(x, weight, bias)), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), _SHAPES)
+def test_a_prepared_weight_computes_the_same_product(num_outputs: int, num_inputs: int) -> None:
+    x, weight = _draw(9, num_inputs, dtype=torch.bfloat16), _draw(num_outputs, num_inputs, dtype=torch.bfloat16)
+    expected = _double(x) @ _double(weight).T
+    rounding = 2**-8 * np.abs(expected) + 1e-3  # half a unit in the last place of bf16, and the sum's own error
+    assert (np.abs(_double(linear(x, prepare_weight(weight))) - expected) <= rounding).all()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

@@ -48,7 +48,7 @@ def test_combine_adds_in_top_k_order() -> None:
 def test_the_block_is_the_weighted_sum_of_its_experts() -> None:
     num_experts, hidden, width, num_tokens = 6, 20, 12, 9
     gate_up, down = _draw(num_experts, 2 * width, hidden), _draw(num_experts, hidden, width)
-    block = MoeFeedForward(Router(_draw(num_experts, hidden), 3, True), Experts(gate_up, down))
+    block = MoeFeedForward(Router(_draw(num_experts, hidden), 3, True), Experts(list(gate_up), list(down)))
     x = _draw(num_tokens, hidden)
     ids, weights = block.router.choose(x)
     expected = np.zeros((num_tokens, hidden))
