@@ -29,9 +29,12 @@ def answer_of_whole(response: Json) -> Answer:
 
 
 class StreamedAnswer:
-    """Collects the events of one stream and checks how tokens and rows were spread over them."""
+    """Collects the events of one stream and checks how tokens and rows were spread over them.
 
-    def __init__(self, form: Form, num_prompt_rows: int) -> None:
+    `num_prompt_rows` is None where routing is switched off; rows are not checked here then.
+    """
+
+    def __init__(self, form: Form, num_prompt_rows: int | None) -> None:
         self._form = form
         self._num_prompt_rows = num_prompt_rows
         self._answer = Answer()
@@ -54,6 +57,8 @@ class StreamedAnswer:
     def _check_rows(self, choice: Json) -> None:
         num_tokens = len(self._answer.token_ids)
         num_rows = 0 if self._answer.rows_TLK is None else len(self._answer.rows_TLK)
+        if self._num_prompt_rows is None:
+            return
         if self._form is Form.FINAL:
             if (choice["routed_experts"] is None) != (choice["finish_reason"] is None):
                 self._break("rows of a final stream belong on its terminal event, and only there")

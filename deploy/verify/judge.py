@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -32,10 +33,16 @@ class Oracle(Protocol):
 
 
 class Judge:
-    """Compares answers with the solo oracle, and with transformers if there is one."""
+    """Compares answers with the solo oracle, and with transformers if there is one.
 
-    def __init__(self, limits: CaseLimits, solo: Oracle, transformers: TransformersOracle | None) -> None:
+    `routing` is false where the cluster's routing is switched off: then every answer must be without rows.
+    """
+
+    def __init__(
+        self, limits: CaseLimits, solo: Oracle, transformers: TransformersOracle | None, *, routing: bool = True
+    ) -> None:
         self.limits = limits
+        self.routing = routing
         self.findings = Findings()
         self._solo = solo
         self._transformers = transformers
@@ -49,7 +56,9 @@ class Judge:
             self.findings.add(case.index, [Difference("failed", f"{type(outcome).__name__}: {outcome.message}")])
             return
         self._fingerprints.append(fingerprint(case, outcome))
-        self.findings.add(case.index, compare(case, outcome, self._solo.answer(case)))
+        solo = self._solo.answer(case)
+        expected = solo if self.routing else replace(solo, rows_TLK=None)
+        self.findings.add(case.index, compare(case, outcome, expected))
         if self._transformers is not None:
             self.findings.add(case.index, self._ask_transformers(self._transformers, case, outcome))
 
@@ -68,6 +77,8 @@ class Judge:
         yield from self.findings.lines()
         if self._transformers is not None:
             yield f"transformers fp32: {self._agreement}"
+        if not self.routing:
+            yield "routing is switched off in the cluster: no rows were compared"
         requests = count_of(len(self._fingerprints), "request")
         yield f"verify: {requests}, {count_of(self.findings.total, 'difference')}"
 
@@ -77,7 +88,7 @@ class Judge:
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def load_judge(options: VerifyOptions, models: Json, cluster: Json) -> Judge:
+def load_judge(options: VerifyOptions, models: Json, cluster: Json, *, routing: bool) -> Judge:
     """Loads the checkpoint and checks that it is what the cluster serves. Raises StartupError."""
     path = resolve_model(options.model)
     config = parse_config(path)
@@ -87,7 +98,7 @@ def load_judge(options: VerifyOptions, models: Json, cluster: Json) -> Judge:
     solo = SoloOracle.load(path, config, served, num_positions)
     wants_transformers = options.oracle == "transformers"
     transformers = TransformersOracle.load(path, sorted(config.moe_layers)) if wants_transformers else None
-    return Judge(limits, solo, transformers)
+    return Judge(limits, solo, transformers, routing=routing)
 
 
 def _limits(options: VerifyOptions, config: ModelConfig, served: Served) -> CaseLimits:

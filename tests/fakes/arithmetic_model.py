@@ -60,7 +60,10 @@ Tamper = Callable[[Reply, bool], Reply]
 class ArithmeticRouter:
     """Serves the model on /inference/v1/generate, in streams one token per event."""
 
-    def __init__(self, max_model_len: int, tamper: Tamper = lambda reply, streamed: reply) -> None:
+    def __init__(
+        self, max_model_len: int, tamper: Tamper = lambda reply, streamed: reply, *, routing: bool = True
+    ) -> None:
+        self._routing = routing
         self._max_model_len = max_model_len
         self._tamper = tamper
         #: Streams stop after so many events, without an end.
@@ -90,9 +93,16 @@ class ArithmeticRouter:
         plain = reply_to(body["token_ids"], max_tokens, start, sampling.get("logprobs") is not None)
         reply = self._tamper(plain, bool(body.get("stream")))
         if not body.get("stream"):
-            return web.json_response({"usage": _usage(body, reply), "choices": [_choice(reply, 0, max_tokens)]})
+            return web.json_response(
+                self._switched({"usage": _usage(body, reply), "choices": [_choice(reply, 0, max_tokens)]})
+            )
         final = body["stream_options"]["routed_experts"] == "final"
-        return await self._stream(request, _events(body, reply, start, final))
+        return await self._stream(request, map(self._switched, _events(body, reply, start, final)))
+
+    def _switched(self, body: dict[str, Any]) -> dict[str, Any]:
+        """`body` without rows, if routing is off."""
+        choices = body["choices"] if self._routing else [{**c, "routed_experts": None} for c in body["choices"]]
+        return {**body, "choices": choices}
 
     async def _stream(self, request: web.Request, events: Iterator[dict[str, Any]]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

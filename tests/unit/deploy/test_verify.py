@@ -4,14 +4,17 @@ import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from common.engine.solo import SoloResult
+from common.errors import RoutingMissingError
 from deploy.client import ClusterClient
-from deploy.verify.cases import CaseLimits
-from deploy.verify.command import ask_and_judge
-from deploy.verify.judge import Judge
+from deploy.verify.cases import Case, CaseLimits
+from deploy.verify.command import ask_and_judge, returns_rows
+from deploy.verify.judge import Judge, Oracle
 from deploy.verify.options import VerifyOptions
 from tests.fakes.arithmetic_model import VOCAB, ArithmeticOracle, ArithmeticRouter, Reply, Tamper
 
@@ -19,9 +22,11 @@ LIMITS = CaseLimits(VOCAB, max_model_len=64, max_prompt=60, max_output=20, eos_t
 NUM_REQUESTS = 40
 
 
-async def judged(router: ArithmeticRouter, *, seed: int = 0, concurrency: int = 4) -> Judge:
-    judge = Judge(LIMITS, ArithmeticOracle(), transformers=None)
+async def judged(
+    router: ArithmeticRouter, *, seed: int = 0, concurrency: int = 4, oracle: Oracle | None = None
+) -> Judge:
     async with router.running() as url, ClusterClient(url) as client:
+        judge = Judge(LIMITS, oracle or ArithmeticOracle(), transformers=None, routing=await returns_rows(client))
         options = VerifyOptions(url, "", requests=NUM_REQUESTS, concurrency=concurrency, seed=seed)
         with ThreadPoolExecutor(1) as executor:
             await ask_and_judge(options, client, judge, executor, advance=lambda: None)
@@ -31,6 +36,36 @@ async def judged(router: ArithmeticRouter, *, seed: int = 0, concurrency: int = 
 async def test_right_answers_have_no_differences() -> None:
     judge = await judged(ArithmeticRouter(LIMITS.max_model_len))
     assert list(judge.report()) == ["verify: 40 requests, 0 differences"]
+
+
+async def test_without_routing_answers_have_no_rows_and_the_report_says_so() -> None:
+    judge = await judged(ArithmeticRouter(LIMITS.max_model_len, routing=False))
+    assert list(judge.report()) == [
+        "routing is switched off in the cluster: no rows were compared",
+        "verify: 40 requests, 0 differences",
+    ]
+
+
+async def test_rows_of_some_answers_only_are_differences() -> None:
+    """Whichever kind of answer told verify what to expect, the other one is wrong."""
+
+    class Moody(ArithmeticRouter):
+        def _switched(self, body: dict[str, Any]) -> dict[str, Any]:
+            self._routing = not self._routing
+            return super()._switched(body)
+
+    report = "\n".join((await judged(Moody(LIMITS.max_model_len), concurrency=1)).report())
+    assert "null instead of uint8" in report or "instead of null" in report
+
+
+class BrokenOracle(ArithmeticOracle):
+    def answer(self, case: Case) -> SoloResult:
+        raise RoutingMissingError("a row was not recorded")
+
+
+async def test_a_solo_run_that_fails_ends_verify_in_its_own_error() -> None:
+    with pytest.raises(RoutingMissingError, match="a row was not recorded"):
+        await judged(ArithmeticRouter(LIMITS.max_model_len), oracle=BrokenOracle())
 
 
 def flip_expert(reply: Reply, streamed: bool) -> Reply:
