@@ -71,7 +71,10 @@ class DecoderLayer:
 
 
 class MoeDecoder:
-    """A whole model: weights and arithmetic, no cache of its own. Everything runs under `torch.inference_mode`."""
+    """A whole model: weights and arithmetic, no cache of its own. Everything runs under `torch.inference_mode`.
+
+    Sequences have at most `max_positions` tokens, by default as many as the checkpoint allows.
+    """
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class MoeDecoder:
         layers: Sequence[DecoderLayer],
         final_norm_H: torch.Tensor,
         lm_head_VH: torch.Tensor,
+        max_positions: int | None = None,
     ) -> None:
         self.config = config
         self.device = embedding_VH.device
@@ -88,7 +92,8 @@ class MoeDecoder:
         self._layers = tuple(layers)
         self._final_norm_H = final_norm_H
         self._lm_head_VH = lm_head_VH
-        self._rotary = RotaryTable(config, self.device)
+        limit = config.max_position_embeddings
+        self._rotary = RotaryTable(config, self.device, limit if max_positions is None else min(limit, max_positions))
 
     def forward(self, plan: ForwardPlan, kv_L2SGD: torch.Tensor, capture: RoutingCapture | None) -> torch.Tensor:
         """Last hidden states [T, H]; writes K and V of every token, and its routing if `capture` is given."""

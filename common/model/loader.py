@@ -2,15 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from common.errors import CheckpointError
 from common.model.checkpoint import CheckpointFiles
@@ -18,6 +14,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Attention, DecoderLayer, MoeDecoder
 from common.model.layers import GatedFeedForward, prepare_weight
 from common.model.moe import Experts, MoeFeedForward, Router
+from common.model.progress import Advance, loading_progress
 from common.model.tensors import (
     EMBEDDING,
     FINAL_NORM,
@@ -40,51 +37,39 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, progress: bool
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: bool,
+    max_positions: int | None = None,
 ) -> LoadedModel:
     """Loads the checkpoint in `path` and converts it to the compute dtype.
 
     Args:
-        progress: draw a progress bar on stderr (if that is a terminal).
+        progress: draw a progress bar on stderr, or log lines where that is no terminal.
+        max_positions: length of the longest sequence; by default what the checkpoint allows. A table has that size.
 
     Raises:
         CheckpointError: a file is broken, or a tensor is missing, unknown or of the wrong shape.
     """
-    with CheckpointFiles(path) as files, _progress_bar(progress, files.num_bytes) as bar:
+    with CheckpointFiles(path) as files, loading_progress(files.num_bytes, enabled=progress) as advance:
         files.check(checkpoint_tensors(config), optional=_optional_tensors(config))
-        source = _TensorSource(files, dtype, device, bar)
-        decoder = _build_decoder(source, config)
+        source = _TensorSource(files, dtype, device, advance)
+        decoder = _build_decoder(source, config, max_positions)
         _check_tied_head(files, config)
     return LoadedModel(decoder, source.fingerprint(config))
-
-
-@contextmanager
-def _progress_bar(enabled: bool, num_bytes: int) -> Iterator["_Bar"]:
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
-        yield _Bar(bar, num_bytes)
-
-
-class _Bar:
-    """A progress bar that counts bytes."""
-
-    def __init__(self, progress: Progress, num_bytes: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("loading", total=num_bytes)
-
-    def advance(self, num_bytes: int) -> None:
-        self._progress.advance(self._task, num_bytes)
 
 
 class _TensorSource:
     """Copies tensors into place, converted, and keeps a digest of each as it stood in the checkpoint."""
 
-    def __init__(self, files: CheckpointFiles, dtype: torch.dtype, device: torch.device, bar: _Bar) -> None:
+    def __init__(self, files: CheckpointFiles, dtype: torch.dtype, device: torch.device, advance: Advance) -> None:
         self._files = files
         self._dtype = dtype
         self._device = device
-        self._bar = bar
+        self._advance = advance
         self._digests: dict[str, str] = {}
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -96,7 +81,7 @@ class _TensorSource:
         raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         self._digests[name] = f"{list(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}"
         out.copy_(tensor)
-        self._bar.advance(raw.nbytes)
+        self._advance(raw.nbytes)
 
     def tensor(self, name: str) -> torch.Tensor:
         out = self.empty(*self._files.shape(name))
@@ -117,12 +102,12 @@ class _TensorSource:
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
-def _build_decoder(source: _TensorSource, config: ModelConfig) -> MoeDecoder:
+def _build_decoder(source: _TensorSource, config: ModelConfig, max_positions: int | None) -> MoeDecoder:
     embedding = source.tensor(EMBEDDING)
     layers = [_layer(source, config, index) for index in range(config.num_layers)]
     final_norm = source.tensor(FINAL_NORM)
     lm_head = embedding if config.tie_word_embeddings else source.tensor(LM_HEAD)
-    return MoeDecoder(config, embedding, layers, final_norm, prepare_weight(lm_head))
+    return MoeDecoder(config, embedding, layers, final_norm, prepare_weight(lm_head), max_positions)
 
 
 def _layer(source: _TensorSource, config: ModelConfig, layer: int) -> DecoderLayer:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies for every supported kind of scaling, and a table over all positions.
+"""Rotary position embedding: frequencies for every supported kind of scaling, and a table over the positions in use.
 
 Shape suffixes: P positions of the table, T tokens, N heads, D head size, R = D / 2 rotated pairs.
 """
@@ -10,27 +10,30 @@ import torch
 
 from common.model.config import ModelConfig, RopeConfig
 
+#: Positions computed at a time: the double-precision temporaries stay at a few megabytes, however long the table is.
+_SLAB = 8192
+
 
 class RotaryTable:
-    """Cosine and sine of every position, fp32 [P, R], computed once: a look-up is exact, a computation in a batch may
-    differ in the last bit between the vector loop and its scalar tail.
+    """Cosine and sine of positions 0 to `num_positions` - 1, fp32 [P, R], computed once: a look-up is exact, a
+    computation in a batch may differ in the last bit between the vector loop and its scalar tail.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        frequencies = rotary_frequencies(config.rope, config.head_dim).numpy()
-        # The fp32 angle is what transformers uses; its cosine is taken in double precision and rounded once.
-        angles = np.arange(config.max_position_embeddings, dtype=np.float32)[:, None] * frequencies
+    def __init__(self, config: ModelConfig, device: torch.device, num_positions: int) -> None:
+        frequencies_R = rotary_frequencies(config.rope, config.head_dim).numpy()
         factor = config.rope.parameters.get("attention_factor", 1.0)
-        self._cos_PR = _rounded(np.cos(angles, dtype=np.float64) * factor, device)
-        self._sin_PR = _rounded(np.sin(angles, dtype=np.float64) * factor, device)
+        cos_PR, sin_PR = np.empty((2, num_positions, len(frequencies_R)), np.float32)
+        for start in range(0, num_positions, _SLAB):
+            slab = slice(start, min(start + _SLAB, num_positions))
+            # The fp32 angle is what transformers uses; its cosine is taken in double precision and rounded once.
+            angles_PR = np.arange(slab.start, slab.stop).astype(np.float32)[:, None] * frequencies_R
+            cos_PR[slab] = np.cos(angles_PR, dtype=np.float64) * factor
+            sin_PR[slab] = np.sin(angles_PR, dtype=np.float64) * factor
+        self._cos_PR, self._sin_PR = torch.from_numpy(cos_PR).to(device), torch.from_numpy(sin_PR).to(device)
 
     def look_up(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of the positions, each [T, 1, R], ready to broadcast over heads."""
         return self._cos_PR[positions_T].unsqueeze(1), self._sin_PR[positions_T].unsqueeze(1)
-
-
-def _rounded(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.float32)).to(device)
 
 
 def rotate(x_TND: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:

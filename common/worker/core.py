@@ -51,7 +51,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, settings.block_size, dtype)
     num_blocks = _num_usable_blocks(settings, layout, config)
     max_model_len = _max_model_len(settings, config, num_blocks)
-    loaded = load_model(path, config, dtype, device, progress=True)
+    loaded = load_model(path, config, dtype, device, progress=True, max_positions=max_model_len)
     store = KVStore(layout, config.routing, num_blocks + 1, device, poison=settings.debug_poison_kv)
     bridge = EngineBridge()
     engine = Engine(
