@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deploy.processes import clean_environment
 
-#: Small, so that the demo's prompts are prefilled in several chunks.
+#: Small, so that the longer prompts of the check are prefilled in several chunks.
 _CHUNK_TOKENS = 128
 #: Longer than `up` itself needs to drain or to give up.
 _STOP_TIMEOUT_S = 60.0
