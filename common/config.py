@@ -161,6 +161,7 @@ class RouterSettings(LogSettings):
     heartbeat_interval_s: Seconds = Field(0.5, description="How often each worker is asked for its state.")
     heartbeat_timeout_s: Seconds = Field(3.0, description="A worker silent for this long is suspect.")
     connect_timeout_s: Seconds = Field(3.0, description="Time for a worker to accept a request.")
+    client_stall_timeout_s: Seconds = Field(120.0, description="A client that reads nothing for this long is gone.")
     drain_timeout_s: Seconds = Field(30.0, description="How long live requests may go on after SIGTERM.")
 
 

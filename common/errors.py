@@ -69,7 +69,14 @@ class UnavailableError(ServiceError):
 
 
 class WorkerLostError(ServiceError):
-    """A worker went away while it served the request."""
+    """A worker went away while it served the request.
+
+    `unreachable`: it is the worker that was called, because gRPC itself failed; otherwise the called one reports it.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, unreachable: bool = False) -> None:
+        super().__init__(message, param=param)
+        self.unreachable = unreachable
 
 
 class HandoffError(ServiceError):

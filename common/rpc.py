@@ -66,6 +66,8 @@ _CLASS_BY_STATUS: dict[grpc.StatusCode, type[MoerelayError]] = {
 def from_grpc(code: grpc.StatusCode, details: str, trailers: dict[str, str]) -> MoerelayError:
     """Rebuilds the error that a worker raised; a status that gRPC made itself becomes its nearest class."""
     cls = _CLASS_BY_TRAILER.get(trailers.get(ERROR_TRAILER, "")) or _CLASS_BY_STATUS.get(code, InternalError)
+    if cls is WorkerLostError:
+        return WorkerLostError(details, param=trailers.get(PARAM_TRAILER), unreachable=ERROR_TRAILER not in trailers)
     return cls(details, param=trailers.get(PARAM_TRAILER))
 
 

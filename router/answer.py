@@ -3,13 +3,12 @@
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.routing.codec import numpy2base64
-from common.routing.record import RoutingArray
 from common.sampling import FinishReason, SampledToken, TokenLogprob
-from router.schemas import (
+from router.response_schemas import (
     ChoiceLogprobs,
     GenerateResponse,
     GenerateResponseChoice,
@@ -21,12 +20,12 @@ from router.schemas import (
     Usage,
     WeightVersion,
 )
-from router.stitch import Piece, Whole
+from router.stitch import Piece
 
 #: JSON has no -Infinity; this is what vLLM's clients expect in its place.
 NOT_FINITE = -9999.0
 
-#: From this size on an array is encoded in a thread: about a millisecond of base64 on the event loop.
+#: From this size on an answer is encoded in a thread: a few milliseconds on the event loop.
 THREAD_FROM_BYTES = 512 * 1024
 
 
@@ -48,38 +47,20 @@ class TokenCount:
         )
 
 
-async def encode_rows(rows_TLK: RoutingArray | None) -> str | None:
-    """`routed_experts` of an array; off the event loop when it is large."""
-    if rows_TLK is None:
-        return None
-    if rows_TLK.nbytes < THREAD_FROM_BYTES:
-        return numpy2base64(rows_TLK)
-    return await asyncio.to_thread(numpy2base64, rows_TLK)
-
-
-async def whole_choice(index: int, whole: Whole, weight_version: str) -> GenerateResponseChoice:
-    """One choice of a non-streaming answer."""
-    assert whole.finish is not None, "the pipeline returned without an error"
-    return GenerateResponseChoice(
-        index=index,
-        token_ids=[token.token_id for token in whole.tokens],
-        finish_reason=whole.finish.reason,
-        stop_reason=whole.finish.stop_token_id,
-        logprobs=_logprobs(whole.tokens),
-        routed_experts=await encode_rows(whole.rows_TLK()),
-        sampling_mask=None,
-        weight_versions=_weight_versions(weight_version, len(whole.tokens)),
-    )
+async def encoded(num_bytes: int, encode: Callable[[], bytes]) -> bytes:
+    """Runs `encode`, off the event loop when about so many bytes make that worth it."""
+    return encode() if num_bytes < THREAD_FROM_BYTES else await asyncio.to_thread(encode)
 
 
 def whole_answer(
     request_id: str,
     model: str,
     count: TokenCount,
+    weight_version: str,
+    choices: Sequence[Piece],
     prompt_token_ids: list[int] | None,
-    choices: list[GenerateResponseChoice],
 ) -> bytes:
-    """JSON of a non-streaming answer."""
+    """JSON of a non-streaming answer; `choices` in the order of their indices."""
     return _to_json(
         GenerateResponse(
             request_id=request_id,
@@ -88,12 +69,26 @@ def whole_answer(
             usage=count.usage(),
             prompt_logprobs=None,
             prompt_token_ids=prompt_token_ids,
-            choices=choices,
+            choices=[_whole_choice(index, piece, weight_version) for index, piece in enumerate(choices)],
         )
     )
 
 
-async def stream_choice(index: int, piece: Piece, num_tokens: int, weight_version: str) -> GenerateResponseStreamChoice:
+def _whole_choice(index: int, piece: Piece, weight_version: str) -> GenerateResponseChoice:
+    assert piece.finish is not None, "the pipeline returned without an error"
+    return GenerateResponseChoice(
+        index=index,
+        token_ids=[token.token_id for token in piece.tokens],
+        finish_reason=piece.finish.reason,
+        stop_reason=piece.finish.stop_token_id,
+        logprobs=_logprobs(piece.tokens),
+        routed_experts=_routed_experts(piece),
+        sampling_mask=None,
+        weight_versions=_weight_versions(weight_version, len(piece.tokens)),
+    )
+
+
+def stream_choice(index: int, piece: Piece, num_tokens: int, weight_version: str) -> GenerateResponseStreamChoice:
     """One choice of an event; `num_tokens` counts the choice's tokens, this event's included."""
     finish = piece.finish
     return GenerateResponseStreamChoice(
@@ -102,7 +97,7 @@ async def stream_choice(index: int, piece: Piece, num_tokens: int, weight_versio
         finish_reason=finish.reason if finish else None,
         stop_reason=finish.stop_token_id if finish else None,
         logprobs=_logprobs(piece.tokens),
-        routed_experts=await encode_rows(piece.rows_TLK),
+        routed_experts=_routed_experts(piece),
         sampling_mask=None,
         weight_versions=_weight_versions(weight_version, num_tokens) if finish else None,
     )
@@ -134,6 +129,11 @@ def envelope_bytes(request_id: str, weight_version: str) -> int:
         weight_versions=_weight_versions(weight_version, long),
     )
     return len(stream_event(request_id, [choice], TokenCount(long, long, long).usage()))
+
+
+def _routed_experts(piece: Piece) -> str | None:
+    rows_TLK = piece.rows_TLK
+    return None if rows_TLK is None else numpy2base64(rows_TLK)
 
 
 def _weight_versions(label: str, num_tokens: int) -> list[WeightVersion]:

@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from aiohttp import web
 
 from common.config import RouterSettings
 from router import generate, status
-from router.defaults import load_defaults
+from router.defaults import checkpoint_folder, load_defaults
 from router.fleet import Fleet
 from router.json_body import UnknownFields
 from router.keys import (
@@ -33,7 +32,7 @@ def create_app(settings: RouterSettings) -> web.Application:
     """Builds the application; workers are contacted when it starts.
 
     Raises:
-        ConfigError: the checkpoint's generation_config.json cannot be used.
+        ConfigError: `--model` is no local directory, or its generation_config.json cannot be used.
     """
     defaults = load_defaults(settings.model, ignore=settings.ignore_generation_config)
     app = web.Application(middlewares=[errors_as_json], client_max_size=settings.max_body_bytes)
@@ -65,12 +64,12 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
     fleet = app[FLEET] = Fleet(settings)
     live = app[LIVE] = LiveRequests()
-    app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s)
-    app[METRICS] = RouterMetrics(lambda: len(live), fleet)
+    metrics = app[METRICS] = RouterMetrics(lambda: len(live), fleet)
+    app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s, on_prefill=metrics.prefilled)
     async with fleet.running():
         yield
 
 
 def _served_model(settings: RouterSettings) -> ServedModel:
-    folder = Path(settings.model).resolve().name if settings.model else "moerelay"
+    folder = checkpoint_folder(settings.model).name if settings.model else "moerelay"
     return ServedModel(settings.served_model_name or folder, settings.model, int(time.time()))

@@ -22,9 +22,11 @@ def worker_errors(worker_id: str) -> Iterator[None]:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise WorkerLostError(f"worker {worker_id} cancelled the call") from error
+        raise WorkerLostError(f"worker {worker_id} cancelled the call", unreachable=True) from error
     except WorkerLostError as error:
-        raise WorkerLostError(f"worker {worker_id} went away: {error.message}") from error
+        if not error.unreachable:
+            raise
+        raise WorkerLostError(f"worker {worker_id} went away: {error.message}", unreachable=True) from error
 
 
 @asynccontextmanager

@@ -22,18 +22,27 @@ class SamplingDefaults(BaseModel):
     repetition_penalty: float = Field(1.0, gt=0)
 
 
+def checkpoint_folder(model: str) -> Path:
+    """The directory that `--model` names. Raises ConfigError if there is none."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--model {model} is not a directory on this machine; the router itself downloads nothing: give it the "
+            "local directory of the checkpoint, or start everything with `moerelay up`, which takes hub ids too"
+        )
+    return folder.resolve()
+
+
 def load_defaults(model: str | None, *, ignore: bool) -> SamplingDefaults:
     """Reads the checkpoint's generation_config.json, unless told to ignore it or there is none.
 
     Raises:
         ConfigError: `model` is no directory, the file is broken, or it asks for a penalty that is not supported.
     """
-    if model is None or ignore:
+    if model is None:
         return SamplingDefaults()
-    folder = Path(model)
-    if not folder.is_dir():
-        raise ConfigError(f"--model {model} is not a directory; the router needs a local checkpoint directory")
-    if not (folder / FILE).exists():
+    folder = checkpoint_folder(model)
+    if ignore or not (folder / FILE).exists():
         return SamplingDefaults()
     try:
         raw = json.loads((folder / FILE).read_bytes())

@@ -10,7 +10,10 @@ from common.errors import (
     PayloadTooLargeError,
     UnavailableError,
 )
-from router.schemas import ErrorDetail, ErrorResponse
+from router.response_schemas import (
+    ErrorDetail,
+    ErrorResponse,
+)
 
 #: Seconds after which a refused client may try again: a few heartbeats.
 RETRY_AFTER_S = 1

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 
@@ -11,9 +11,9 @@ import structlog
 from common.config import RouterSettings
 from common.errors import UnavailableError
 from common.pb import types_pb2, worker_pb2
-from router.pairing import differences, misfit
+from router.pairing import Member, differences, leader, misfit
 from router.placement import Candidate, choose
-from router.worker import Failure, Side, Worker
+from router.worker import Side, Worker
 from router.worker_state import State
 
 log = structlog.get_logger()
@@ -26,15 +26,9 @@ class Pair:
     decode: Worker
     prefill: Worker | None
 
-    @contextmanager
-    def serving(self, failure: Failure) -> Iterator[None]:
-        """For as long as a choice depends on both; `failure` is set if one is lost meanwhile."""
-        with self.decode.serving(failure), self.prefill.serving(failure) if self.prefill else nullcontext():
-            yield
-
 
 class Fleet:
-    """The first decode worker in the configuration that lives is the reference: whoever differs from it is refused."""
+    """Only workers with one description of the model serve together: `leader` names it, others are refused."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -81,20 +75,32 @@ class Fleet:
             reason = self._refusal(worker, reference)
             if reason and reason != worker.refused:
                 log.error("worker_refused", worker=worker.id, address=worker.address, reason=reason)
+            elif worker.refused and not reason:
+                log.info("worker_accepted", worker=worker.id, address=worker.address)
             worker.refused = reason
 
     def _refusal(self, worker: Worker, reference: worker_pb2.WorkerStatus | None) -> str | None:
         if worker.status is None:
             return None
-        routing_wanted = self._settings.enable_return_routed_experts
-        own = worker.role_mismatch() or misfit(worker.status, routing_wanted=routing_wanted)
+        own = self._misfit(worker, worker.status)
         if own or reference is None:
             return own
         return "; ".join(differences(reference, worker.status)) or None
 
+    def _misfit(self, worker: Worker, status: worker_pb2.WorkerStatus) -> str | None:
+        """Why this router could not use the worker whatever the others are."""
+        return worker.role_mismatch() or misfit(status, routing_wanted=self._settings.enable_return_routed_experts)
+
     def _reference(self) -> worker_pb2.WorkerStatus | None:
-        alive = (w for w in self.workers if w.side == "decode" and w.state is not State.DEAD)
-        return next((worker.status for worker in alive if worker.status), None)
+        """What workers are compared with; None before any that this router could use has answered."""
+        alive = [w for w in self.workers if w.state is not State.DEAD]
+        return leader(
+            [
+                Member(worker.status, healthy=worker.state is State.HEALTHY, draining=worker.state is State.DRAINING)
+                for worker in sorted(alive, key=lambda worker: worker.side)  # decode workers first
+                if worker.status and self._misfit(worker, worker.status) is None
+            ]
+        )
 
     def model(self) -> types_pb2.ModelDescription:
         """The model that requests are checked against. Raises UnavailableError if no pair can serve it."""
@@ -106,7 +112,7 @@ class Fleet:
         return bool(self._usable_decode())
 
     def known_model(self) -> types_pb2.ModelDescription | None:
-        """The model of the reference worker, usable or not; None before any decode worker has answered."""
+        """The model that is served, or would be; None before any worker that could be used has answered."""
         reference = self._reference()
         return reference.model if reference else None
 

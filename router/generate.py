@@ -1,25 +1,24 @@
 """POST /inference/v1/generate and /inference/v1/abort_requests: the vLLM dialect, a thin layer over the pipeline."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
 from common.config import RouterSettings
 from common.errors import NotFoundError
 from common.sampling import FinishReason
-from router.answer import TokenCount, envelope_bytes, stream_choice, stream_event, whole_answer, whole_choice
+from router.answer import TokenCount, encoded, envelope_bytes, stream_choice, stream_event, whole_answer
 from router.calls import task_group
 from router.chunk import Chunk
+from router.client import send_json
 from router.json_body import read_body
 from router.keys import FLEET, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, UNKNOWN_FIELDS
 from router.live import LiveRequest
 from router.metrics import RequestClock
-from router.schemas import (
-    AbortRequestsRequest,
+from router.request_schemas import AbortRequestsRequest, GenerateRequest, StreamOptions
+from router.response_schemas import (
     AbortRequestsResponse,
-    GenerateRequest,
-    GenerateResponseChoice,
-    StreamOptions,
 )
 from router.sse import FRAMING_BYTES, EventStream
 from router.stitch import DeltaStitcher, FinalStitcher, Piece, Stitcher, Whole
@@ -89,20 +88,24 @@ def _job(request: web.Request, body: GenerateRequest, clock: RequestClock) -> Jo
     return Job(name, app[MODEL].name, body, limits, plans, clock, TokenCount(len(body.token_ids)))
 
 
-async def _whole(request: web.Request, job: Job, live: LiveRequest) -> web.Response:
+async def _whole(request: web.Request, job: Job, live: LiveRequest) -> web.StreamResponse:
     collectors = [_Collector(job, plan) for plan in job.plans]
     await request.app[PIPELINE].run([(each.plan, each.take) for each in collectors], live)
-    choices = [await each.choice() for each in collectors]
+    choices = [each.whole.piece() for each in collectors]
     prompt = job.body.token_ids if job.body.return_token_ids else None
-    answer = whole_answer(job.request_id, job.model, job.count, prompt, choices)
-    return web.Response(body=answer, content_type="application/json", headers=job.headers)
+    answer = await encoded(
+        sum(choice.num_bytes for choice in choices),
+        partial(whole_answer, job.request_id, job.model, job.count, job.limits.weight_version, choices, prompt),
+    )
+    return await send_json(request, answer, job.headers, request.app[SETTINGS].client_stall_timeout_s)
 
 
 async def _stream(request: web.Request, job: Job, live: LiveRequest) -> web.StreamResponse:
     """Errors are the middleware's: plain before the first event, an event afterwards."""
-    events = EventStream(request, job.headers)
+    settings = request.app[SETTINGS]
+    events = EventStream(request, job.headers, settings.client_stall_timeout_s)
     options = job.body.stream_options or StreamOptions()
-    writers = [_Writer(job, plan, events, options, request.app[SETTINGS]) for plan in job.plans]
+    writers = [_Writer(job, plan, events, options, settings) for plan in job.plans]
     await request.app[PIPELINE].run([(each.plan, each.take) for each in writers], live)
     if options.include_usage:
         await events.send(stream_event(job.request_id, [], usage=job.count.usage()))
@@ -114,16 +117,13 @@ class _Collector:
 
     def __init__(self, job: Job, plan: ChoicePlan) -> None:
         self.plan = plan
+        self.whole = Whole(plan, job.limits.layout)
         self._job = job
-        self._whole = Whole(plan, job.limits.layout)
 
     async def take(self, chunk: Chunk) -> None:
         self._job.note(self.plan, chunk)
         self._job.count.completion += len(chunk.tokens)
-        self._whole.feed(chunk)
-
-    async def choice(self) -> GenerateResponseChoice:
-        return await whole_choice(self.plan.index, self._whole, self._job.limits.weight_version)
+        self.whole.feed(chunk)
 
 
 class _Writer:
@@ -142,17 +142,20 @@ class _Writer:
     async def take(self, chunk: Chunk) -> None:
         self._job.note(self.plan, chunk)
         for piece in self._stitcher.feed(chunk):
-            await self._send(piece)
+            await self._events.send_made(partial(self._event, piece))
 
-    async def _send(self, piece: Piece) -> None:
+    async def _event(self, piece: Piece, first: bool) -> bytes:
         job = self._job
         self._num_tokens += len(piece.tokens)
         job.count.completion += len(piece.tokens)
-        choice = await stream_choice(self.plan.index, piece, self._num_tokens, job.limits.weight_version)
-        # Nothing may be awaited from here to `send`, or another choice's event could become the first.
-        prompt = job.body.token_ids if job.body.return_token_ids and not self._events.started else None
         usage = job.count.usage() if self._continuous_usage else None
-        await self._events.send(stream_event(job.request_id, [choice], usage, prompt))
+        prompt = job.body.token_ids if first and job.body.return_token_ids else None
+
+        def encode() -> bytes:
+            choice = stream_choice(self.plan.index, piece, self._num_tokens, job.limits.weight_version)
+            return stream_event(job.request_id, [choice], usage, prompt)
+
+        return await encoded(piece.num_bytes, encode)
 
 
 def _stitcher(job: Job, plan: ChoicePlan, options: StreamOptions, settings: RouterSettings) -> Stitcher:

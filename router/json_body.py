@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import InvalidRequestError
-from router.schemas import RequestModel
+from router.request_schemas import RequestModel
 
 #: Names of unknown fields that have been logged; bounded, because clients choose them.
 MAX_LOGGED_NAMES = 256

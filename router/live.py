@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from common.errors import DuplicateRequestError, MoerelayError, UnavailableError
+from router.failure import Failure
 from router.fleet import Pair
-from router.worker import Failure, fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,6 @@ class LiveChoice:
 
     request_id: str
     pair: Pair
-    failure: Failure
 
 
 @dataclass(slots=True)
@@ -26,6 +25,8 @@ class LiveRequest:
     request_id: str
     aborted: bool = False
     choices: dict[str, LiveChoice] = field(default_factory=dict)
+    #: Ends the whole request, also choices that are not opened yet.
+    failure: Failure = field(default_factory=Failure)
 
     @contextmanager
     def serving(self, choice: LiveChoice) -> Iterator[None]:
@@ -72,8 +73,7 @@ class LiveRequests:
     def fail_all(self, error: MoerelayError) -> None:
         """Ends every live request with `error`."""
         for live in self._by_id.values():
-            for choice in live.choices.values():
-                fail(choice.failure, error)
+            live.failure.set(error)
 
     async def wait_empty(self) -> None:
         await self._empty.wait()

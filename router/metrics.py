@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from common.errors import InternalError, MoerelayError
+from common.pb import prefill_pb2
 from router.errors import status_of
 from router.fleet import Fleet
 from router.worker_state import State
@@ -16,11 +17,15 @@ TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
+#: Outcome of a request whose choices all ended by themselves.
+FINISHED = "finished"
+
 
 class RouterMetrics:
     """One registry per application, so that several routers can live in one process (tests do that)."""
 
     def __init__(self, in_flight: Callable[[], int], fleet: Fleet) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a time of birth beside each counter helps nobody
         self.registry = registry = CollectorRegistry()
         self._fleet = fleet
         gauge = Gauge("moerelay_router_in_flight", "Live requests of this router.", registry=registry)
@@ -33,7 +38,14 @@ class RouterMetrics:
         self._generation_tokens = Counter("moerelay_generation_tokens", "Tokens sent to clients.", registry=registry)
         self._ttft = _histogram("time_to_first_token", "Arrival to first token.", TTFT_BUCKETS, registry)
         self._itl = _histogram("inter_token_latency", "Time between tokens of a choice.", ITL_BUCKETS, registry)
-        self._e2e = _histogram("e2e_request_latency", "Arrival to the end of the answer.", E2E_BUCKETS, registry)
+        self._e2e = _histogram("e2e_request_latency", "Arrival to the end of finished answers.", E2E_BUCKETS, registry)
+        self._prefill = _histogram("prefill", "Waiting for and computing a prompt.", TTFT_BUCKETS, registry)
+        self._handoff_tail = _histogram("handoff_tail", "First token to handoff acknowledged.", TTFT_BUCKETS, registry)
+        Counter(
+            "moerelay_failovers",
+            "Choices moved to another worker; always 0, because a lost worker ends its requests in an error.",
+            registry=registry,
+        )
         labels = ["worker", "role"]
         self._up = Gauge("moerelay_worker_up", "1 if the worker is healthy.", labels, registry=registry)
         self._refused = Gauge("moerelay_worker_refused", "1 if the worker does not fit.", labels, registry=registry)
@@ -45,6 +57,11 @@ class RouterMetrics:
         for worker in self._fleet.workers:
             self._up.labels(worker.id, worker.side).set(worker.state is State.HEALTHY)
             self._refused.labels(worker.id, worker.side).set(worker.refused is not None)
+
+    def prefilled(self, reply: prefill_pb2.PrefillReply) -> None:
+        """A prefill worker has handed a prompt over."""
+        self._prefill.observe(reply.compute_s)
+        self._handoff_tail.observe(reply.handoff_tail_s)
 
     @contextmanager
     def request(self, endpoint: str) -> Iterator["RequestClock"]:
@@ -65,7 +82,8 @@ class RouterMetrics:
             raise
         finally:
             self._requests.labels(endpoint, outcome).inc()
-            self._e2e.observe(time.monotonic() - clock.started_at)
+            if outcome == FINISHED:
+                self._e2e.observe(time.monotonic() - clock.started_at)
             self._prompt_tokens.inc(clock.num_prompt_tokens)
             self._generation_tokens.inc(clock.num_tokens)
 
@@ -78,12 +96,16 @@ class RequestClock:
         self._itl = itl
         self._last_at: dict[int, float] = {}
         self.started_at = time.monotonic()
-        self.outcome = "finished"
+        self.outcome = FINISHED
         self.num_prompt_tokens = 0
         self.num_tokens = 0
 
     def tokens(self, choice: int, num_tokens: int) -> None:
-        """Some tokens of a choice have arrived together."""
+        """Some tokens of a choice have arrived together.
+
+        Each counts as a share of the time since the choice's tokens before. Those that arrive together with the first
+        one have no time between tokens and are not observed.
+        """
         if not num_tokens:
             return
         now = time.monotonic()
@@ -91,7 +113,8 @@ class RequestClock:
         if last is None:
             self._ttft.observe(now - self.started_at)
         else:
-            self._itl.observe((now - last) / num_tokens)
+            for _ in range(num_tokens):
+                self._itl.observe((now - last) / num_tokens)
         self._last_at[choice] = now
         self.num_tokens += num_tokens
 

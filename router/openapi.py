@@ -9,12 +9,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from router.schemas import (
-    AbortRequestsRequest,
+from router.request_schemas import AbortRequestsRequest, GenerateRequest
+from router.response_schemas import (
     AbortRequestsResponse,
     ClusterView,
     ErrorResponse,
-    GenerateRequest,
     GenerateResponse,
     GenerateStreamResponse,
     HealthResponse,

@@ -1,7 +1,48 @@
-"""Whether two workers, and the router, fit together. Sans-I/O: descriptions in, sentences out."""
+"""Which workers, and the router, fit together. Sans-I/O: descriptions in, sentences out."""
 
-from common.pb import worker_pb2
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from common.pb import types_pb2, worker_pb2
 from common.rpc import PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A living worker, when it is decided who serves together."""
+
+    status: worker_pb2.WorkerStatus
+    healthy: bool
+    draining: bool
+
+
+def leader(members: Iterable[Member]) -> worker_pb2.WorkerStatus | None:
+    """The first worker of the group that serves; a group is all workers with the same description.
+
+    A group that can serve goes before one that cannot, a larger one before a smaller one, then the one whose first
+    member comes first. So one worker that was started wrong never takes the others down.
+    """
+    groups: dict[bytes, list[Member]] = {}
+    for member in members:
+        groups.setdefault(_description(member.status), []).append(member)
+    return max(groups.values(), key=_rank)[0].status if groups else None
+
+
+def _rank(group: Sequence[Member]) -> tuple[bool, bool, int]:
+    now = _can_serve(member for member in group if member.healthy)
+    return now, _can_serve(group), sum(not member.draining for member in group)
+
+
+def _can_serve(group: Iterable[Member]) -> bool:
+    roles = {member.status.role for member in group}
+    return types_pb2.ROLE_BOTH in roles or {types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE} <= roles
+
+
+def _description(status: worker_pb2.WorkerStatus) -> bytes:
+    """Equal for two workers exactly if `differences` finds none."""
+    same = worker_pb2.WorkerStatus(protocol_version=status.protocol_version, model=status.model)
+    same.model.eos_token_ids.sort()
+    return same.SerializeToString(deterministic=True)
 
 
 def differences(reference: worker_pb2.WorkerStatus, other: worker_pb2.WorkerStatus) -> list[str]:

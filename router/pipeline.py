@@ -6,22 +6,29 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc
 import structlog
 
-from common.errors import InternalError, MoerelayError, UnavailableError, WorkerLostError
+from common.errors import HandoffError, InternalError, MoerelayError, UnavailableError, WorkerLostError
 from common.messages import sampling_to_pb
 from common.pb import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from router.calls import task_group, worker_errors
 from router.chunk import ABORTED, Chunk, chunk_from_pb
+from router.failure import Failure
 from router.fleet import Fleet, Pair
 from router.live import LiveChoice, LiveRequest
 from router.validate import ChoicePlan
-from router.worker import Failure, Worker
+from router.worker import Worker
 
 #: Receives the chunks of one choice in order; the pipeline waits for it, so a slow client slows its decode call down.
 Sink = Callable[[Chunk], Awaitable[None]]
 
+#: Is told what each prefill took.
+PrefillObserver = Callable[[prefill_pb2.PrefillReply], None]
+
 #: Decode ends its call right after the finish reason, and has acknowledged the handoff long before. A call that does
 #: not return by then has nothing left to tell and must not hold the client's stream open.
 CLOSING_GRACE_S = 0.5
+
+#: When one worker reports a broken handoff, the other one usually knows why, and its answer is under way already.
+CAUSE_WAIT_S = 0.5
 
 #: An abort may overtake the request it is for by the time a worker needs to take the request in.
 ABORT_ATTEMPTS = 10
@@ -35,9 +42,10 @@ log = structlog.get_logger()
 class Pipeline:
     """Runs choices on the fleet. Whoever cancels a run (a client that left) cancels both calls."""
 
-    def __init__(self, fleet: Fleet, *, connect_timeout_s: float) -> None:
+    def __init__(self, fleet: Fleet, *, connect_timeout_s: float, on_prefill: PrefillObserver) -> None:
         self._fleet = fleet
         self._timeout_s = connect_timeout_s
+        self._on_prefill = on_prefill
 
     async def run(self, choices: Sequence[tuple[ChoicePlan, Sink]], live: LiveRequest) -> None:
         """Runs all choices of a request at the same time; the first that fails ends the others.
@@ -58,15 +66,15 @@ class Pipeline:
 
     async def _run_choice(self, plan: ChoicePlan, live: LiveRequest, sink: Sink) -> None:
         pair = self._fleet.pick()
-        await self._connect(pair.decode)
-        if pair.prefill:
-            await self._connect(pair.prefill)
+        async with live.failure.guarding():
+            await self._connect(pair.decode)
+            if pair.prefill:
+                await self._connect(pair.prefill)
         if live.aborted:
             await sink(ABORTED)
             return
-        failure: Failure = asyncio.get_running_loop().create_future()
-        with live.serving(LiveChoice(plan.request_id, pair, failure)), pair.serving(failure):
-            await _ChoiceRun(plan, live, pair, sink).run(failure)
+        with live.serving(LiveChoice(plan.request_id, pair)):
+            await _ChoiceRun(plan, live, pair, sink, self._on_prefill).run()
 
     async def _connect(self, worker: Worker) -> None:
         """A worker that does not even accept a connection is left alone before anything is sent to it."""
@@ -98,68 +106,94 @@ class Pipeline:
 class _ChoiceRun:
     """The calls of one choice. Rows and tokens come from decode only; prefill's call tells whether it worked."""
 
-    def __init__(self, plan: ChoicePlan, live: LiveRequest, pair: Pair, sink: Sink) -> None:
+    def __init__(
+        self, plan: ChoicePlan, live: LiveRequest, pair: Pair, sink: Sink, on_prefill: PrefillObserver
+    ) -> None:
         self._plan = plan
         self._live = live
         self._pair = pair
         self._sink = sink
-        self._finished = False
+        self._on_prefill = on_prefill
         self._prefill: asyncio.Task[None] | None = None
+        #: Decode has the whole prompt, or needs it no more: nothing that happens to prefill can harm the choice.
+        self._handed_over = False
+        #: One of the calls has reported a broken handoff and waits for what the other has to say.
+        self._broken = False
 
-    async def run(self, failure: Failure) -> None:
-        """Relays the decode stream to its end. Raises as soon as either call, or `failure`, does."""
+    async def run(self) -> None:
+        """Relays the decode stream to its end. Raises as soon as a call fails or the request does."""
+        lost = Failure()
         async with task_group() as group:
-            watcher = group.create_task(self._watch(failure))
             call = self._pair.decode.decode.Generate(self._decode_request())
             try:
-                while not self._finished:
-                    await self._take(await self._next_event(call), group)
+                with self._pair.decode.serving(lost):
+                    async with lost.guarding(), self._live.failure.guarding():
+                        last = await self._relay(call, group)
+                # Outside the guards: what goes wrong while the client takes the last chunk changes nothing any more.
+                await self._sink(last)
                 await self._close(call)
             finally:
                 call.cancel()
-                watcher.cancel()
 
-    async def _watch(self, failure: Failure) -> None:
-        """Raises what the fleet or the drain has to say, unless the choice is finished."""
-        try:
-            await failure
-        except MoerelayError:
-            if not self._finished:
-                raise
+    async def _relay(self, call: GenerateCall, group: asyncio.TaskGroup) -> Chunk:
+        """Starts prefill when decode asks for it and passes on every chunk but the last, which it returns."""
+        while True:
+            event = await self._next_event(call)
+            if event.HasField("lease"):
+                self._start_prefill(event.lease, group)
+                continue
+            chunk = chunk_from_pb(event.chunk)
+            self._handed_over = self._handed_over or bool(chunk.tokens or chunk.finish)
+            if chunk.finish is not None:
+                return chunk
+            await self._sink(chunk)
 
     async def _next_event(self, call: GenerateCall) -> decode_pb2.GenerateEvent:
         worker = self._pair.decode
         try:
-            with worker_errors(worker.id):
+            with worker.call():
                 event = await call.read()
-        except WorkerLostError:
-            worker.suspect()
+        except HandoffError:
+            if self._prefill and not self._broken:
+                # An error of prefill's that is not about the handoff is the cause, and ends the group by itself.
+                self._broken = True
+                await asyncio.wait([self._prefill], timeout=CAUSE_WAIT_S)
             raise
         if not isinstance(event, decode_pb2.GenerateEvent):
             raise WorkerLostError(f"worker {worker.id} ended the stream without a finish reason")
         return event
 
-    async def _take(self, event: decode_pb2.GenerateEvent, group: asyncio.TaskGroup) -> None:
-        if event.HasField("lease"):
-            if self._prefill or not self._pair.prefill:
-                raise InternalError(f"worker {self._pair.decode.id} sent a lease that nobody asked for")
-            self._prefill = group.create_task(self._run_prefill(self._pair.prefill, event.lease))
-            return
-        chunk = chunk_from_pb(event.chunk)
-        # Before the sink: what goes wrong while the client takes the last event changes nothing any more.
-        self._finished = chunk.finish is not None
-        await self._sink(chunk)
+    def _start_prefill(self, lease: prefill_pb2.Lease, group: asyncio.TaskGroup) -> None:
+        if self._prefill or not self._pair.prefill:
+            raise InternalError(f"worker {self._pair.decode.id} sent a lease that nobody asked for")
+        # An abort tells decode, which then ends the choice without a prompt.
+        if not self._live.aborted:
+            self._prefill = group.create_task(self._run_prefill(self._pair.prefill, lease))
 
     async def _run_prefill(self, worker: Worker, lease: prefill_pb2.Lease) -> None:
+        """Raises what makes the choice fail; later, and after an abort, errors are only logged."""
         try:
-            with worker_errors(worker.id):
-                await worker.prefill.Prefill(self._prefill_request(lease))
+            self._on_prefill(await self._call_prefill(worker, lease))
         except MoerelayError as error:
-            if isinstance(error, WorkerLostError):
-                worker.suspect()
-            if not (self._finished or self._live.aborted):
+            if await self._is_fatal(error):
                 raise
-            log.info("prefill_failed_late", request_id=self._plan.request_id, error=error.message)
+            log.info("prefill_failed_late", request_id=self._plan.request_id, worker=worker.id, error=error.message)
+
+    async def _call_prefill(self, worker: Worker, lease: prefill_pb2.Lease) -> prefill_pb2.PrefillReply:
+        lost = Failure()
+        with worker.serving(lost):
+            async with lost.guarding():
+                with worker.call():
+                    return await worker.prefill.Prefill(self._prefill_request(lease))
+
+    async def _is_fatal(self, error: MoerelayError) -> bool:
+        """Whether prefill's error ends the choice. Of two reports of a broken handoff, decode's counts."""
+        if isinstance(error, HandoffError) and not (self._handed_over or self._live.aborted):
+            if self._broken:
+                return False
+            self._broken = True
+            await asyncio.sleep(CAUSE_WAIT_S)  # decode's error, if there is one, ends the group and this with it
+        return not (self._handed_over or self._live.aborted)
 
     async def _close(self, call: GenerateCall) -> None:
         """Lets both calls end by themselves, so that neither worker takes the end for a client that left."""

@@ -1,18 +1,13 @@
 """The router process: bind, announce, serve, drain."""
 
 import asyncio
-import json
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import structlog
 from aiohttp import web
 
 from common.config import RouterSettings
 from common.errors import StartupError, UnavailableError
+from common.process import drain_or_second_signal, host_port, stop_signals, write_ready_file
 from router.app import create_app
 from router.keys import LIVE
 from router.live import LiveRequests
@@ -39,10 +34,12 @@ async def serve(settings: RouterSettings) -> None:
     runner = create_runner(app)
     await runner.setup()
     try:
-        with _signals() as (stop, force):
+        async with stop_signals() as stop:
             await _bind(runner, settings)
             await stop.wait()
-            await _drain(app[LIVE], force, settings.drain_timeout_s)
+            drained = await drain_or_second_signal(_drain(app[LIVE], settings.drain_timeout_s), stop)
+            log.info("router_stopping", drained=drained, unfinished=len(app[LIVE]))
+            app[LIVE].fail_all(UnavailableError("the router was stopped before the request was finished"))
     finally:
         await runner.cleanup()
 
@@ -60,51 +57,25 @@ def create_runner(app: web.Application) -> web.AppRunner:
     )
 
 
-@contextmanager
-def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """Two events: set by the first SIGTERM or SIGINT, and by the second."""
-    stop, force = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (force if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield stop, force
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
 async def _bind(runner: web.AppRunner, settings: RouterSettings) -> None:
     try:
         await web.TCPSite(runner, settings.host, settings.port).start()
     except OSError as error:
-        raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
-    port = runner.addresses[0][1]
-    log.info("router_listening", host=settings.host, port=port)
+        listen = host_port(settings.host, settings.port)
+        raise StartupError(f"cannot listen on {listen}: {error.strerror}") from error
+    address = host_port(settings.host, runner.addresses[0][1])
+    log.info("router_listening", address=address)
     if settings.ready_file:
-        _announce(settings.ready_file, f"{settings.host}:{port}")
+        write_ready_file(settings.ready_file, address)
 
 
-def _announce(path: Path, address: str) -> None:
-    """Written beside and renamed, so that a reader never sees half of it."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
-    partial.replace(path)
-
-
-async def _drain(live: LiveRequests, force: asyncio.Event, timeout_s: float) -> None:
-    """Refuses new requests, lets live ones finish, and ends those that outlast the time in a typed error."""
+async def _drain(live: LiveRequests, timeout_s: float) -> bool:
+    """Refuses new requests and lets live ones finish; whether all did in time."""
     live.draining = True
-    log.info("router_draining", in_flight=len(live))
-    waits = [asyncio.ensure_future(live.wait_empty()), asyncio.ensure_future(force.wait())]
+    log.info("router_draining", in_flight=len(live), timeout_s=timeout_s)
     try:
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-    log.info("router_stopping", unfinished=len(live))
-    live.fail_all(UnavailableError("the router was stopped before the request was finished"))
+        async with asyncio.timeout(timeout_s):
+            await live.wait_empty()
+    except TimeoutError:
+        return False
+    return True

@@ -1,11 +1,16 @@
 """Server-sent events: one `data:` line each, sent as a whole, the response opened by the first."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from common.errors import MoerelayError
+from router.client import ClientWriter
 from router.errors import error_body
+
+#: Makes the JSON of one event; is told whether it is the stream's first.
+MakeEvent = Callable[[bool], Awaitable[bytes]]
 
 #: Bytes around an event's JSON.
 FRAMING_BYTES = len(b"data: \n\n")
@@ -26,13 +31,12 @@ def encode_event(json: bytes) -> bytes:
 class EventStream:
     """The response to one streaming request. Several choices may send at the same time; events never mix."""
 
-    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
-        self._request = request
+    def __init__(self, request: web.Request, headers: dict[str, str], stall_limit_s: float) -> None:
         self._response = web.StreamResponse(headers=_HEADERS | headers)
+        self._client = ClientWriter(request, self._response, stall_limit_s)
         self._lock = asyncio.Lock()
+        self._started = False
         request[EVENT_STREAM] = self
-        #: Whether some event has been handed in; the next one is not the first.
-        self.started = False
 
     @property
     def opened(self) -> bool:
@@ -40,25 +44,27 @@ class EventStream:
         return self._response.prepared
 
     async def send(self, json: bytes) -> None:
-        """Returns when the client has room for more. Raises ConnectionResetError if it left."""
-        self.started = True
+        """Returns when the client has room for more. Raises ConnectionResetError if it left or stopped reading."""
         async with self._lock:
-            if not self.opened:
-                await self._response.prepare(self._request)
-            await self._response.write(encode_event(json))
+            self._started = True
+            await self._client.write(encode_event(json))
+
+    async def send_made(self, make: MakeEvent) -> None:
+        """As `send`, with an event that is made when its turn has come."""
+        async with self._lock:
+            first, self._started = not self._started, True
+            await self._client.write(encode_event(await make(first)))
 
     async def finish(self) -> web.StreamResponse:
         """Closes a complete stream."""
         await self.send(b"[DONE]")
-        await self._response.write_eof()
-        return self._response
+        return await self._client.close()
 
     async def fail(self, error: MoerelayError) -> web.StreamResponse:
         """Closes a broken stream, and the connection: no finish reason, no [DONE]."""
         await self.send(error_body(error))
         self._response.force_close()
-        await self._response.write_eof()
-        return self._response
+        return await self._client.close()
 
 
 #: How the middleware finds the stream that an error broke.

@@ -12,7 +12,7 @@ from router.exposition import exposition
 from router.fleet import Fleet
 from router.keys import FLEET, LIVE, METRICS, MODEL, SETTINGS
 from router.openapi import document_json
-from router.schemas import (
+from router.response_schemas import (
     ClusterView,
     HealthResponse,
     LiveResponse,

@@ -20,11 +20,21 @@ NPY_HEADER_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event says about one choice. `rows_TLK` is None when the event carries no array."""
+    """What one event says about one choice. `rows` are the parts of its array, None when it carries none."""
 
     tokens: tuple[SampledToken, ...] = ()
-    rows_TLK: RoutingArray | None = None
+    rows: tuple[RoutingArray, ...] | None = None
     finish: Finish | None = None
+
+    @property
+    def rows_TLK(self) -> RoutingArray | None:
+        """The array of the event; joined anew each time, because all rows of a choice may take a while."""
+        return None if self.rows is None else np.concatenate(self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what the event will take."""
+        return sum(part.nbytes for part in self.rows or ()) + sum(map(token_bytes, self.tokens))
 
 
 class RowLedger:
@@ -79,11 +89,15 @@ class Whole:
         self.tokens.extend(chunk.tokens)
         self.finish = chunk.finish
 
-    def rows_TLK(self) -> RoutingArray | None:
-        """All rows so far; None when routing is off or there is no token."""
+    def rows(self) -> tuple[RoutingArray, ...] | None:
+        """All rows so far, at least one part; None when routing is off or there is no token."""
         if not self._ledger.enabled or not self.tokens:
             return None
-        return np.concatenate([self._layout.empty(0), *self._rows], dtype=self._layout.dtype)
+        return (self._layout.empty(0), *self._rows)
+
+    def piece(self) -> Piece:
+        """Everything so far."""
+        return Piece(tuple(self.tokens), self.rows(), self.finish)
 
 
 class FinalStitcher:
@@ -95,7 +109,7 @@ class FinalStitcher:
     def feed(self, chunk: Chunk) -> Iterator[Piece]:
         self._whole.feed(chunk)
         if chunk.tokens or chunk.finish:
-            yield Piece(chunk.tokens, self._whole.rows_TLK() if chunk.finish else None, chunk.finish)
+            yield Piece(chunk.tokens, self._whole.rows() if chunk.finish else None, chunk.finish)
 
 
 @dataclass(slots=True)
@@ -141,7 +155,8 @@ class DeltaStitcher:
         drafts = list(self._cut(chunk, tokens_before))
         for at, draft in enumerate(drafts):
             finish = chunk.finish if at == len(drafts) - 1 else None
-            yield Piece(tuple(draft.tokens), self._array(rows_TLK, draft, finish), finish)
+            array_TLK = self._array(rows_TLK, draft, finish)
+            yield Piece(tuple(draft.tokens), None if array_TLK is None else (array_TLK,), finish)
 
     def _cut(self, chunk: Chunk, tokens_before: int) -> Iterator[_Draft]:
         lead = self._num_lead_rows(chunk, tokens_before)

@@ -15,7 +15,7 @@ from common.pb import types_pb2
 from common.routing.record import RoutingLayout
 from common.sampling import INT64_MIN, SamplingParams
 from router.defaults import SamplingDefaults
-from router.schemas import GenerateRequest, SamplingFields
+from router.request_schemas import GenerateRequest, SamplingFields
 
 ValueT = TypeVar("ValueT")
 
@@ -47,11 +47,12 @@ class ModelLimits:
     max_model_len: int
     layout: RoutingLayout
     weight_version: str
+    eos_token_ids: frozenset[int]
 
     @classmethod
     def of(cls, model: types_pb2.ModelDescription) -> "ModelLimits":
         layout = RoutingLayout(model.num_layers, model.top_k, model.num_experts)
-        return cls(model.vocab_size, model.max_model_len, layout, model.weight_version)
+        return cls(model.vocab_size, model.max_model_len, layout, model.weight_version, frozenset(model.eos_token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,9 @@ class Planner:
     def plan(self, request: GenerateRequest, request_id: str, limits: ModelLimits) -> list[ChoicePlan]:
         """One plan per choice; the choices differ in index and id only.
 
+        Ids end in a random part: a client that comes back with the same id must not be refused because a worker has not
+        let go of the call before.
+
         Raises:
             InvalidRequestError: naming the field.
         """
@@ -104,8 +108,11 @@ class Planner:
         _check_supported(request)
         start = self._routing_start(fields, len(request.token_ids))
         sampling = self._sampling(fields, len(request.token_ids), limits)
+        nonce = secrets.token_hex(4)
         return [
-            ChoicePlan(index, f"{request_id}-{index}", request.token_ids, replace(sampling, choice=index), start)
+            ChoicePlan(
+                index, f"{request_id}-{index}-{nonce}", request.token_ids, replace(sampling, choice=index), start
+            )
             for index in range(self._num_choices(fields))
         ]
 
@@ -128,16 +135,19 @@ class Planner:
     def _sampling(self, fields: SamplingFields, prompt_len: int, limits: ModelLimits) -> SamplingParams:
         room = limits.max_model_len - prompt_len
         max_tokens = min(room, fields.max_tokens or room)
+        min_tokens = min(_min_tokens(fields), max_tokens)
+        stop_token_ids = _stop_token_ids(fields, limits)
+        _check_reachable(min_tokens, stop_token_ids, limits)
         top_k = _or(fields.top_k, self._defaults.top_k)
         return SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=min(_min_tokens(fields), max_tokens),
+            min_tokens=min_tokens,
             temperature=_or(fields.temperature, self._defaults.temperature),
             top_p=_or(fields.top_p, self._defaults.top_p),
             top_k=0 if top_k == -1 else min(top_k, limits.vocab_size),
             min_p=_or(fields.min_p, self._defaults.min_p),
             seed=INT64_MIN + secrets.randbits(64) if fields.seed is None else fields.seed,
-            stop_token_ids=_stop_token_ids(fields, limits),
+            stop_token_ids=stop_token_ids,
             ignore_eos=bool(fields.ignore_eos),
             logprobs=self._logprobs(fields, limits),
             logit_bias=_logit_bias(fields, limits),
@@ -196,6 +206,16 @@ def _stop_token_ids(fields: SamplingFields, limits: ModelLimits) -> frozenset[in
     ids = fields.stop_token_ids or []
     _check_vocabulary(ids, limits, "stop_token_ids")
     return frozenset(ids)
+
+
+def _check_reachable(min_tokens: int, stop_token_ids: frozenset[int], limits: ModelLimits) -> None:
+    """Before `min_tokens` neither stop nor end-of-sequence ids are sampled; one other id must be left."""
+    ending = {i for i in stop_token_ids | limits.eos_token_ids if i < limits.vocab_size}
+    if min_tokens and len(ending) == limits.vocab_size:
+        raise InvalidRequestError(
+            "every token of the vocabulary is a stop token, so min_tokens cannot be reached; lower one of them",
+            param="min_tokens",
+        )
 
 
 def _logit_bias(fields: SamplingFields, limits: ModelLimits) -> dict[int, float]:

@@ -1,10 +1,9 @@
 """One worker as the router knows it: its channel, its heartbeats, and the choices that depend on it."""
 
-import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, Never
+from typing import Literal
 
 import grpc
 
@@ -12,12 +11,10 @@ from common.errors import MoerelayError, WorkerLostError
 from common.pb import decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from common.rpc import channel_options
 from router.calls import worker_errors
+from router.failure import Failure
 from router.worker_state import State, WorkerState
 
 Side = Literal["prefill", "decode"]
-
-#: A choice's way to be told from outside that it failed. Never gets a result.
-Failure = asyncio.Future[Never]
 
 _SIDE_OF_ROLE: dict[types_pb2.Role.ValueType, Side] = {
     types_pb2.ROLE_PREFILL: "prefill",
@@ -92,6 +89,20 @@ class Worker:
         self._state.suspect()
 
     @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a request's call: every error as a MoerelayError, and a worker that cannot be reached is suspect.
+
+        A worker that reports the loss of another one lives, and goes on serving.
+        """
+        try:
+            with worker_errors(self.id):
+                yield
+        except WorkerLostError as error:
+            if error.unreachable:
+                self.suspect()
+            raise
+
+    @contextmanager
     def serving(self, failure: Failure) -> Iterator[None]:
         """For as long as a choice depends on this worker; `failure` is set if the worker is lost meanwhile."""
         self._dependents.add(failure)
@@ -105,10 +116,4 @@ class Worker:
 
     def _fail_dependents(self, message: str) -> None:
         for failure in self._dependents:
-            fail(failure, WorkerLostError(message))
-
-
-def fail(failure: Failure, error: MoerelayError) -> None:
-    """Sets the failure unless the choice has failed or ended already."""
-    if not failure.done():
-        failure.set_exception(error)
+            failure.set(WorkerLostError(message))

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import MoerelayError
+from common.errors import DuplicateRequestError, MoerelayError
 from common.messages import sampling_from_pb
 from common.pb import (
     decode_pb2,
@@ -74,6 +74,8 @@ class Script:
     chunk_tokens: int = 1
     #: Prompt rows per chunk without tokens; 0 sends them with the first token.
     prompt_chunk: int = 0
+    #: While clear, decode grants no lease.
+    lease_go: asyncio.Event = field(default_factory=asyncio.Event)
     #: Chunks after which decode waits for `release`.
     hold_after: int | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -90,6 +92,7 @@ class Script:
     exposition: str = ""
 
     def __post_init__(self) -> None:
+        self.lease_go.set()
         self.prefill_go.set()
 
 
@@ -147,6 +150,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
         self.decode_requests.append(request)
         async with self._serving(request.request_id) as aborted:
             if request.prefill_site == decode_pb2.PREFILL_SITE_REMOTE:
+                await self.script.lease_go.wait()
                 lease = prefill_pb2.Lease(transfer_id=1, endpoint="inproc://fake")
                 await context.write(decode_pb2.GenerateEvent(lease=lease))
             for num_sent, chunk in enumerate(_chunks(request, self.script)):
@@ -183,6 +187,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
 
     @asynccontextmanager
     async def _serving(self, request_id: str) -> AsyncIterator[asyncio.Event]:
+        if request_id in self.live:
+            raise DuplicateRequestError(f"{request_id} is live already")
         aborted = self.live[request_id] = asyncio.Event()
         self._tell()
         try:

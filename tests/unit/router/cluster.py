@@ -17,7 +17,10 @@ from common.pb import types_pb2
 from common.routing.codec import base642numpy
 from router.app import create_app
 from router.keys import FLEET
-from router.schemas import GenerateResponse, GenerateStreamResponse
+from router.response_schemas import (
+    GenerateResponse,
+    GenerateStreamResponse,
+)
 from router.server import create_runner
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
 
@@ -29,6 +32,7 @@ class Cluster:
     """One router with its workers; `http` speaks to it."""
 
     app: web.Application
+    url: str
     http: aiohttp.ClientSession
     prefill: list[FakeWorker]
     decode: list[FakeWorker]
@@ -144,4 +148,4 @@ async def over(prefills: list[FakeWorker], decodes: list[FakeWorker], **settings
         configured = RouterSettings(**workers | {"heartbeat_interval_s": 0.05} | settings)
         app, url = await stack.enter_async_context(router_over(configured))
         http = await stack.enter_async_context(aiohttp.ClientSession(url, read_bufsize=2**16))
-        yield Cluster(app, http, prefills, decodes)
+        yield Cluster(app, url, http, prefills, decodes)

@@ -26,7 +26,8 @@ async def test_abort_while_tokens_flow() -> None:
         status, answer = await cluster.post({"request_ids": ["mine", "other"]}, ABORT)
         assert (status, answer) == (200, {"aborted": ["mine"], "unknown": ["other"]})
         _, answer = await request
-        assert set(decode.abort_requests) == set(cluster.prefill[0].abort_requests) == {"mine-0", "mine-1"}
+        assert set(decode.abort_requests) == {request.request_id for request in decode.decode_requests}
+        assert set(cluster.prefill[0].abort_requests) == set(decode.abort_requests)
     for choice in answer["choices"]:
         assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", None)
         assert choice["token_ids"] == expected_tokens([5, 6, 7], 4, choice["index"])
@@ -51,11 +52,11 @@ async def test_abort_before_the_first_token_has_null_rows() -> None:
     async with running(Script(hold_after=0)) as cluster:
         decode, body = cluster.decode[0], BODY | {"sampling_params": {"max_tokens": 10}}
         whole = asyncio.ensure_future(cluster.post(body))
-        await decode.wait_until(lambda: "mine-0" in decode.live)
+        await decode.wait_until(lambda: len(decode.live) == 1)
         assert (await cluster.post({"request_ids": ["mine"]}, ABORT))[0] == 200
         assert (await whole)[1]["choices"] == [NOTHING]
         stream = asyncio.ensure_future(cluster.stream(body))
-        await decode.wait_until(lambda: "mine-0" in decode.live)
+        await decode.wait_until(lambda: len(decode.live) == 1)
         assert (await cluster.post({"request_ids": ["mine"]}, ABORT))[0] == 200
         assert choice_events(parse_events(await stream)) == [NOTHING]
 
@@ -85,6 +86,20 @@ async def test_prefill_that_fails_because_of_an_abort_is_no_error() -> None:
         status, answer = await request
     assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")
     assert answer["choices"][0]["token_ids"] == [18]
+
+
+async def test_abort_before_the_lease_starts_no_prefill() -> None:
+    script = Script()
+    script.lease_go.clear()
+    async with running(script) as cluster:
+        request = asyncio.ensure_future(cluster.post(BODY | {"sampling_params": {"max_tokens": 10}}))
+        decode = cluster.decode[0]
+        await decode.wait_until(lambda: len(decode.live) == 1)
+        await cluster.post({"request_ids": ["mine"]}, ABORT)
+        script.lease_go.set()
+        status, answer = await request
+        assert (status, answer["choices"]) == (200, [NOTHING])
+        assert cluster.prefill[0].prefill_requests == []
 
 
 async def test_unknown_ids_and_wrong_bodies() -> None:

@@ -1,16 +1,19 @@
 """Whatever breaks behind the router: the client is told once, in a typed error, and both workers are let go."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from common.errors import (
+    HTTP_TABLE,
     HandoffCorruptError,
     HandoffError,
     HandoffRefusedError,
     HandoffTimeoutError,
     InternalError,
+    InvalidRequestError,
     MoerelayError,
     OverloadedError,
     RoutingMissingError,
@@ -18,8 +21,9 @@ from common.errors import (
     WorkerLostError,
 )
 from common.pb import types_pb2
-from router.keys import LIVE
-from tests.fakes.fake_workers import FakeWorker, Script, serving
+from router.keys import FLEET, LIVE
+from router.worker_state import State
+from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
 from tests.unit.router.cluster import GENERATE, Cluster, over, running, split_events, strict_json
 
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 10}}
@@ -218,6 +222,137 @@ async def test_prefill_that_fails_after_the_finish_changes_nothing() -> None:
         status, answer = await cluster.post(BODY)
         assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
         await assert_nothing_left(cluster)
+
+
+@asynccontextmanager
+async def cluster_with_mortal_prefill(script: Script) -> AsyncIterator[tuple[Cluster, FakeWorker, AsyncExitStack]]:
+    """One pair; closing the stack stops the prefill worker's server. Heartbeats are the test's."""
+    prefill = FakeWorker("prefill-0", types_pb2.ROLE_PREFILL, script)
+    async with AsyncExitStack() as server:
+        await server.enter_async_context(serving(prefill))
+        decodes = [FakeWorker("decode-0", types_pb2.ROLE_DECODE, script)]
+        async with over([], decodes, prefill=[prefill.address], heartbeat_interval_s=60) as cluster:
+            yield cluster, prefill, server
+
+
+async def test_prefill_worker_that_leaves_after_its_handoff_harms_no_stream() -> None:
+    script = Script(hold_after=2)
+    async with cluster_with_mortal_prefill(script) as (cluster, prefill, server):
+        request = asyncio.ensure_future(cluster.post(BODY))
+        decode, fleet = cluster.decode[0], cluster.app[FLEET]
+        await decode.wait_until(lambda: decode.num_chunks == 2)
+        await prefill.wait_until(lambda: bool(prefill.prefill_requests) and not prefill.live)
+        while [worker.load for worker in fleet.workers] != [0, 1]:  # its reply is on its way
+            await cluster.get("/live")
+        await server.aclose()
+        while fleet.workers[0].state is not State.DEAD:
+            await cluster.until_settled()
+        script.release.set()
+        status, answer = await request
+    assert (status, answer["choices"][0]["token_ids"]) == (200, expected_tokens([5, 6, 7], 10))
+
+
+async def test_prefill_call_that_is_lost_after_the_first_token_harms_no_stream() -> None:
+    """Decode has the whole prompt; only the acknowledgement did not reach the router."""
+    script = Script(hold_after=2)
+    script.prefill_go.clear()
+    async with (
+        cluster_with_mortal_prefill(script) as (cluster, prefill, server),
+        cluster.http.post(GENERATE, json=STREAM) as response,
+    ):
+        first = await response.content.readuntil(b"\n\n")
+        await prefill.wait_until(lambda: len(prefill.live) == 1)
+        await server.aclose()
+        while cluster.app[FLEET].workers[0].state is not State.DEAD:
+            await cluster.until_settled()
+        script.release.set()
+        events = split_events(first + await response.read())
+    assert events[-1] == b"[DONE]"
+    assert len(events) == 11
+
+
+async def test_a_loss_that_a_worker_reports_is_not_its_own() -> None:
+    """Prefill lost its connection to decode: it goes on serving, and the message is passed on as it is."""
+    script = Script(hold_after=0, prefill_error=WorkerLostError("the connection to decode-7 is lost"))
+    async with running(script, heartbeat_interval_s=60) as cluster:
+        status, answer = await cluster.post(BODY)
+        assert (status, answer["error"]["message"]) == (502, "the connection to decode-7 is lost")
+        assert [worker.state for worker in cluster.app[FLEET].workers] == [State.HEALTHY, State.HEALTHY]
+        script.prefill_error, script.hold_after = None, None
+        await cluster.canary()
+
+
+async def test_a_worker_that_cannot_be_reached_is_suspect() -> None:
+    script = Script(hold_after=0)
+    script.prefill_go.clear()
+    async with cluster_with_mortal_prefill(script) as (cluster, prefill, server):
+        request = asyncio.ensure_future(cluster.post(BODY))
+        await prefill.wait_until(lambda: len(prefill.live) == 1)
+        await server.aclose()
+        status, answer = await request
+        assert (status, answer["error"]["type"]) == (502, "WorkerLostError")
+        assert "prefill-0" in answer["error"]["message"]
+        assert [worker.state for worker in cluster.app[FLEET].workers] == [State.SUSPECT, State.HEALTHY]
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("too long"), OverloadedError("full"), InternalError("NaN")])
+async def test_prefills_own_error_is_the_cause_of_a_broken_handoff(error: MoerelayError) -> None:
+    """Also when decode, which only saw the transfer end, reports first."""
+    script = Script(break_after=0, decode_error=HandoffError("the sender gave up"), prefill_error=error)
+    script.prefill_go.clear()
+    async with running(script) as cluster:
+        request = asyncio.ensure_future(cluster.post(BODY))
+        decode = cluster.decode[0]
+        await decode.wait_until(lambda: bool(decode.decode_requests) and not decode.live)
+        script.prefill_go.set()
+        _, answer = await request
+        assert (answer["error"]["message"], answer["error"]["code"]) == (error.message, HTTP_TABLE[type(error)][0])
+        await assert_nothing_left(cluster)
+
+
+@pytest.mark.parametrize("decode_first", [True, False])
+async def test_of_two_broken_handoffs_decodes_report_counts(decode_first: bool) -> None:
+    script = Script(
+        hold_after=0,
+        break_after=0,
+        decode_error=HandoffCorruptError("checksum"),
+        prefill_error=HandoffTimeoutError("no acknowledgement"),
+    )
+    script.prefill_go.clear()
+    async with running(script) as cluster:
+        request = asyncio.ensure_future(cluster.post(BODY))
+        decode, prefill = cluster.decode[0], cluster.prefill[0]
+        await prefill.wait_until(lambda: len(prefill.live) == 1)
+        steps = [(decode, script.release), (prefill, script.prefill_go)]
+        for worker, go in steps if decode_first else reversed(steps):
+            go.set()
+            await worker.wait_until(lambda worker=worker: not worker.live)  # type: ignore[misc]
+        status, answer = await request
+        assert (status, answer["error"]["type"]) == (502, "HandoffCorruptError")
+
+
+async def test_a_broken_handoff_whose_cause_stays_unknown_is_reported_all_the_same() -> None:
+    script = Script(break_after=0, decode_error=HandoffTimeoutError("no progress"))
+    script.prefill_go.clear()
+    async with running(script) as cluster:
+        assert (await asyncio.wait_for(cluster.post(BODY), 10))[0] == 504
+        await assert_nothing_left(cluster)
+
+
+async def test_the_end_of_the_drain_reaches_requests_that_still_connect() -> None:
+    decode = FakeWorker("decode-0", types_pb2.ROLE_BOTH, Script())
+    async with AsyncExitStack() as server:
+        await server.enter_async_context(serving(decode))
+        settings = {"decode": [decode.address], "heartbeat_interval_s": 60, "connect_timeout_s": 60}
+        async with over([], [], **settings) as cluster:
+            await server.aclose()
+            request = asyncio.ensure_future(cluster.post(BODY))
+            while (await cluster.get("/cluster"))[1]["router"]["in_flight"] == 0:
+                pass
+            cluster.app[LIVE].fail_all(UnavailableError("the router was stopped"))
+            status, answer = await asyncio.wait_for(request, 10)
+            assert (status, answer["error"]["message"]) == (503, "the router was stopped")
+            await assert_nothing_left(cluster)
 
 
 async def test_worker_that_falls_silent_fails_its_requests() -> None:

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from common.pb import types_pb2
+from common.pb import types_pb2, worker_pb2
 from common.rpc import PROTOCOL_VERSION
+from router.keys import FLEET
+from router.pairing import Member, leader
 from router.placement import Candidate, choose
 from router.worker_state import State, WorkerState
 from tests.fakes.fake_workers import FakeWorker, Script, description
@@ -100,6 +102,74 @@ async def test_a_misfit_leaves_the_others_serving() -> None:
         for _ in range(3):
             await cluster.canary()
         assert (len(prefills[0].prefill_requests), len(prefills[1].prefill_requests)) == (0, 3)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+async def test_one_decode_worker_that_is_wrong_leaves_the_others_serving(wrong: int) -> None:
+    """Wherever it stands in the configuration."""
+    prefills, decodes = pair(description())
+    decodes.insert(wrong, FakeWorker("decode-9", types_pb2.ROLE_DECODE, Script(description(fingerprint="beef"))))
+    async with over(prefills, decodes) as cluster:
+        assert (await cluster.get("/ready"))[0] == 200
+        await cluster.canary()
+        _, view = await cluster.get("/cluster")
+        refused = {worker["id"]: worker["refused"] for worker in view["workers"] if worker["refused"]}
+        assert refused == {"decode-9": "fingerprint is 'f00d' on decode-0 and 'beef' on decode-9"}
+        async with cluster.http.get("/metrics") as response:
+            assert 'moerelay_worker_refused{role="decode",worker="decode-9"} 1.0' in await response.text()
+
+
+async def test_the_other_group_takes_over_when_the_first_cannot_serve() -> None:
+    """As in a rolling change of the weights: the old workers drain, the new ones serve."""
+    old, new = Script(), Script(description(fingerprint="beef", weight_version="8"))
+    prefills = [FakeWorker(f"prefill-{i}", types_pb2.ROLE_PREFILL, script) for i, script in enumerate((old, new))]
+    decodes = [FakeWorker(f"decode-{i}", types_pb2.ROLE_DECODE, script) for i, script in enumerate((old, new))]
+    async with over(prefills, decodes) as cluster:
+        versions = []
+        for _ in range(2):
+            (choice,) = (await cluster.generate([5, 6, 7], max_tokens=1))["choices"]
+            versions.append(choice["weight_versions"][0]["version"])
+            decodes[0].draining = True
+            await cluster.until_settled()
+            cluster.app[FLEET].review()
+    assert versions == ["7", "8"]
+
+
+DECODE, PREFILL, BOTH = types_pb2.ROLE_DECODE, types_pb2.ROLE_PREFILL, types_pb2.ROLE_BOTH
+
+
+def member(name: str, role: types_pb2.Role.ValueType, *, healthy: bool = True, draining: bool = False) -> Member:
+    """The first letter of a worker's name is its weights."""
+    status = worker_pb2.WorkerStatus(worker_id=name, role=role, model=description(fingerprint=name[0]))
+    return Member(status, healthy=healthy, draining=draining)
+
+
+LEADERS: list[tuple[str, list[Member]]] = [
+    ("the first of equals", [member("a1", DECODE), member("b1", DECODE), member("a2", PREFILL), member("b2", PREFILL)]),
+    ("the larger", [member("b1", BOTH), member("a1", BOTH), member("a2", BOTH)]),
+    ("a pair before many without", [*(member(f"b{i}", DECODE) for i in range(5)), member("a1", BOTH)]),
+    ("healthy", [member("b1", BOTH, healthy=False), member("b2", BOTH, healthy=False), member("a1", BOTH)]),
+    (
+        "a suspect pair before none",
+        [member("b1", DECODE), member("b2", DECODE), member("a1", DECODE, healthy=False), member("a2", PREFILL)],
+    ),
+    (
+        "those that stay",
+        [member("b1", BOTH), member("b2", BOTH, healthy=False, draining=True), member("a1", BOTH), member("a2", BOTH)],
+    ),
+    ("the larger of two that cannot serve", [member("b1", PREFILL), member("a1", DECODE), member("a2", DECODE)]),
+]
+
+
+@pytest.mark.parametrize(("_", "members"), LEADERS, ids=[name for name, _ in LEADERS])
+def test_who_serves_together(_: str, members: list[Member]) -> None:
+    status = leader(members)
+    assert status is not None
+    assert status.worker_id == "a1"
+
+
+def test_nobody_leads_nobody() -> None:
+    assert leader([]) is None
 
 
 async def test_draining_workers_get_nothing_new() -> None:

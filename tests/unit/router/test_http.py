@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.config import RouterSettings
 from common.errors import ConfigError
 from router.app import create_app
+from router.keys import MODEL
 from router.openapi import document, document_json
 from tests.fakes.fake_workers import Script, expected_tokens
 from tests.unit.router.cluster import GENERATE, running
@@ -68,6 +69,16 @@ async def test_two_live_requests_with_one_id() -> None:
         assert (await first)[1]["choices"][0]["token_ids"] == expected_tokens([5, 6, 7], 4)
         status, answer = await cluster.post(BODY | {"token_ids": [9]}, headers=headers)
         assert answer["choices"][0]["token_ids"] == expected_tokens([9], 4)
+
+
+async def test_workers_never_see_one_id_twice() -> None:
+    """A worker may hold an id for a moment after its call was cancelled; the client that comes back is not refused."""
+    async with running() as cluster:
+        for _ in range(2):
+            assert (await cluster.post(BODY | {"request_id": "again"}))[0] == 200
+        first, second = (request.request_id for request in cluster.decode[0].decode_requests)
+    assert first != second
+    assert first.startswith("again-0-")
 
 
 async def test_probes_and_version() -> None:
@@ -137,8 +148,23 @@ async def test_metrics_are_merged_by_name() -> None:
     assert counts == {
         "moerelay_time_to_first_token_seconds_count": 1,
         "moerelay_inter_token_latency_seconds_count": 3,
-        "moerelay_e2e_request_latency_seconds_count": 2,
+        # The request that was refused is not in it.
+        "moerelay_e2e_request_latency_seconds_count": 1,
+        "moerelay_prefill_seconds_count": 1,
+        "moerelay_handoff_tail_seconds_count": 1,
     }
+    assert [s.value for s in families["moerelay_failovers"].samples] == [0]
+    assert "_created" not in text
+
+
+async def test_every_token_counts_in_the_inter_token_latency() -> None:
+    async with running(Script(chunk_tokens=3)) as cluster:
+        await cluster.generate([5, 6, 7], max_tokens=8)
+        async with cluster.http.get("/metrics") as response:
+            text = await response.text()
+    # Chunks of 3, 3 and 2: the tokens that come with the first one have no time between them.
+    assert "moerelay_inter_token_latency_seconds_count 5.0" in text
+    assert "moerelay_time_to_first_token_seconds_count 1.0" in text
 
 
 async def test_openapi_names_every_route_and_schema() -> None:
@@ -191,6 +217,14 @@ def test_generation_configs_that_cannot_be_used(tmp_path: Path, text: str) -> No
 
 
 def test_model_must_be_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a directory"):
-        create_app(RouterSettings(model=str(tmp_path / "missing")))
+    for model in (str(tmp_path / "missing"), "org/some-model"):
+        for ignore in (False, True):
+            with pytest.raises(ConfigError, match=f"--model {model} is not a directory on this machine"):
+                create_app(RouterSettings(model=model, ignore_generation_config=ignore))
     create_app(RouterSettings(model=str(tmp_path)))
+
+
+def test_model_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny-moe").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert create_app(RouterSettings(model="~/tiny-moe"))[MODEL].name == "tiny-moe"

@@ -96,6 +96,12 @@ async def test_taken_port_exits_with_2(tmp_path: Path) -> None:
     assert b"cannot listen on 127.0.0.1" in err
 
 
+async def test_an_ipv6_address_is_written_as_urls_write_it(tmp_path: Path) -> None:
+    async with serving_router(tmp_path, Script(), "--host", "::1") as (_, url, session, _):
+        assert url.startswith("http://[::1]:")
+        assert (await session.get(f"{url}/live")).status == 200
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_drain_lets_live_requests_finish(tmp_path: Path, number: signal.Signals) -> None:
     script = Script(hold_after=1)

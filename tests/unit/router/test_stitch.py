@@ -84,7 +84,7 @@ def test_final_pieces_and_the_whole(choice: tuple[ChoicePlan, RoutingLayout, lis
     expected = rows_of(layout, planned.routing_start or 0, planned.prompt_len + num_tokens - 1)
     assert all(piece.rows_TLK is None for piece in pieces[:-1])
     np.testing.assert_array_equal(pieces[-1].rows_TLK, expected)
-    np.testing.assert_array_equal(whole.rows_TLK(), expected)
+    np.testing.assert_array_equal(whole.piece().rows_TLK, expected)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 100, 100_000])
@@ -95,17 +95,17 @@ def test_size_of_an_encoded_array_is_known_beforehand(num_rows: int, num_experts
         assert len(numpy2base64(layout.empty(num_rows))) == base64_bytes(num_rows * layout.row_bytes)
 
 
-async def test_bound_of_a_tokens_size() -> None:
+def test_bound_of_a_tokens_size() -> None:
     longest = TokenLogprob(2**32 - 1, -1.2345678806304932e-38, 2**32 - 1)
     token = SampledToken(2**32 - 1, longest, (TokenLogprob(1, longest.logprob, longest.rank),) * 20)
 
-    async def event_bytes(tokens: tuple[SampledToken, ...]) -> int:
-        return len(stream_event("r", [await stream_choice(0, Piece(tokens), 0, "0")]))
+    def event_bytes(tokens: tuple[SampledToken, ...]) -> int:
+        return len(stream_event("r", [stream_choice(0, Piece(tokens), 0, "0")]))
 
-    two, three = await event_bytes((token,) * 2), await event_bytes((token,) * 3)
+    two, three = event_bytes((token,) * 2), event_bytes((token,) * 3)
     assert three - two <= token_bytes(token)
     plain = SampledToken(2**32 - 1)
-    assert await event_bytes((plain,) * 3) - await event_bytes((plain,) * 2) <= token_bytes(plain)
+    assert event_bytes((plain,) * 3) - event_bytes((plain,) * 2) <= token_bytes(plain)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 4])

@@ -113,6 +113,18 @@ async def test_bad_sampling_parameters() -> None:
         await cluster.canary()
 
 
+async def test_min_tokens_that_cannot_be_reached() -> None:
+    """Stop ids and end-of-sequence ids (here 2) are not sampled before `min_tokens`."""
+    every_other = [i for i in range(300) if i != 2]
+    async with running() as cluster:
+        for stop in (list(range(300)), every_other):
+            await refused(cluster, with_sampling(min_tokens=1, stop_token_ids=stop), "min_tokens")
+            await refused(cluster, with_sampling(min_tokens=1, stop_token_ids=stop, ignore_eos=True), "min_tokens")
+        assert cluster.decode[0].decode_requests == []
+        await accepted(cluster, with_sampling(min_tokens=0, stop_token_ids=list(range(300))))
+        await accepted(cluster, with_sampling(min_tokens=1, stop_token_ids=every_other[:-1]))
+
+
 async def test_good_sampling_parameters() -> None:
     async with running(Script(chunk_tokens=200)) as cluster:
         for name, values in GOOD_SAMPLING.items():

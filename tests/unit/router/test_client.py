@@ -1,0 +1,64 @@
+"""Clients that stop reading, and answers that are large."""
+
+import asyncio
+import json
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from router.answer import THREAD_FROM_BYTES, encoded
+from router.keys import LIVE
+from tests.fakes.fake_workers import Script, description
+from tests.unit.router.cluster import GENERATE, Cluster, running
+
+#: 30,000 rows of 384 bytes: more than the kernel buffers between two sockets.
+LARGE = description(num_layers=48, top_k=8, num_experts=128, max_model_len=40_000)
+PROMPT = [7] * 30_000
+
+
+def post_bytes(cluster: Cluster, body: Any) -> bytes:
+    """A request as it stands on the wire."""
+    text = json.dumps(body)
+    return f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_stops_reading_holds_nothing_for_ever(stream: bool) -> None:
+    """Its connection stays open; its request ends as if it had left."""
+    options = {"stream": stream, "stream_options": {"routed_experts": "final"}}
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}} | options
+    async with running(Script(LARGE), client_stall_timeout_s=0.2) as cluster:
+        with socket.socket() as client:
+            client.setblocking(False)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", int(cluster.url.rpartition(":")[2])))
+            await loop.sock_sendall(client, post_bytes(cluster, body))
+            assert (await loop.sock_recv(client, 12)) == b"HTTP/1.1 200"
+            await asyncio.wait_for(cluster.app[LIVE].wait_empty(), 20)
+        async with cluster.http.get("/metrics") as response:
+            text = await response.text()
+        assert 'moerelay_router_requests_total{endpoint="generate",outcome="client_left"} 1.0' in text
+        await cluster.canary()
+
+
+async def test_large_answers_reach_clients_that_read() -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+    async with running(Script(LARGE)) as cluster:
+        status, answer = await cluster.post(body)
+    assert status == 200
+    assert len(answer["choices"][0]["routed_experts"]) == (128 + 30_001 * 384 + 2) // 3 * 4
+
+
+async def test_large_answers_are_encoded_off_the_event_loop() -> None:
+    threads: list[int] = []
+
+    def encode() -> bytes:
+        threads.append(threading.get_ident())
+        return b"{}"
+
+    assert await encoded(THREAD_FROM_BYTES - 1, encode) == b"{}"
+    assert await encoded(THREAD_FROM_BYTES, encode) == b"{}"
+    assert threads[0] == threading.get_ident() != threads[1]
