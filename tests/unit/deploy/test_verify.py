@@ -4,7 +4,6 @@ import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +22,17 @@ NUM_REQUESTS = 40
 
 
 async def judged(
-    router: ArithmeticRouter, *, seed: int = 0, concurrency: int = 4, oracle: Oracle | None = None
+    router: ArithmeticRouter,
+    *,
+    seed: int = 0,
+    concurrency: int = 4,
+    oracle: Oracle | None = None,
+    routing: bool | None = None,
 ) -> Judge:
+    """`routing`: what to expect; by default what the router says."""
     async with router.running() as url, ClusterClient(url) as client:
-        judge = Judge(LIMITS, oracle or ArithmeticOracle(), transformers=None, routing=await returns_rows(client))
+        expected = await returns_rows(client) if routing is None else routing
+        judge = Judge(LIMITS, oracle or ArithmeticOracle(), transformers=None, routing=expected)
         options = VerifyOptions(url, "", requests=NUM_REQUESTS, concurrency=concurrency, seed=seed)
         with ThreadPoolExecutor(1) as executor:
             await ask_and_judge(options, client, judge, executor, advance=lambda: None)
@@ -46,16 +52,11 @@ async def test_without_routing_answers_have_no_rows_and_the_report_says_so() -> 
     ]
 
 
-async def test_rows_of_some_answers_only_are_differences() -> None:
-    """Whichever kind of answer told verify what to expect, the other one is wrong."""
-
-    class Moody(ArithmeticRouter):
-        def _switched(self, body: dict[str, Any]) -> dict[str, Any]:
-            self._routing = not self._routing
-            return super()._switched(body)
-
-    report = "\n".join((await judged(Moody(LIMITS.max_model_len), concurrency=1)).report())
-    assert "null instead of uint8" in report or "instead of null" in report
+@pytest.mark.parametrize(("expected", "detail"), [(True, "null instead of uint8"), (False, "instead of null")])
+async def test_answers_against_the_switch_are_differences(expected: bool, detail: str) -> None:
+    router = ArithmeticRouter(LIMITS.max_model_len, routing=not expected)
+    report = (await judged(router, routing=expected)).report()
+    assert any(line.startswith("routed_experts: 40 differences") and detail in line for line in report)
 
 
 class BrokenOracle(ArithmeticOracle):
