@@ -1,4 +1,7 @@
-"""Loads a checkpoint: every expected tensor, nothing else, straight into the form that the decoder computes with."""
+"""Loads a checkpoint: every expected tensor, nothing else, straight into the form that the decoder computes with.
+
+Shape suffixes: E experts, F feed-forward width, H hidden size.
+"""
 
 import dataclasses
 import json
@@ -149,13 +152,17 @@ def _dense(source: _TensorSource, layer: int) -> GatedFeedForward:
 
 
 def _moe(source: _TensorSource, config: ModelConfig, layer: int) -> MoeFeedForward:
-    gate_ups, downs = [], []
+    # One allocation for all experts, because thousands of short-lived ones would leave the heap in fragments.
+    gate_up_EFH = source.empty(config.num_experts, 2 * config.expert_size, config.hidden_size)
+    down_EHF = source.empty(config.num_experts, config.hidden_size, config.expert_size)
     for expert in range(config.num_experts):
         gate, up, down = expert_tensors(config, layer, expert)
-        gate_ups.append(prepare_weight(source.joined(gate, up)))
-        downs.append(prepare_weight(source.tensor(down)))
+        source.fill(gate_up_EFH[expert, : config.expert_size], gate)
+        source.fill(gate_up_EFH[expert, config.expert_size :], up)
+        source.fill(down_EHF[expert], down)
     router = Router(source.tensor(router_tensor(config, layer)), config.top_k, config.norm_topk_prob)
-    return MoeFeedForward(router, Experts(gate_ups, downs))
+    experts = Experts([prepare_weight(w) for w in gate_up_EFH], [prepare_weight(w) for w in down_EHF])
+    return MoeFeedForward(router, experts)
 
 
 def _optional_tensors(config: ModelConfig) -> frozenset[str]:
