@@ -1,17 +1,20 @@
-"""Writing to a client: in pieces, and not for ever to one that has stopped reading."""
+"""Writing to a client, and not for ever to one that has stopped reading."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
+from structlog import get_logger
 
-#: A client must take this much within the time limit: far less than any that reads, even over a slow line.
-PIECE_BYTES = 256 * 1024
+log = get_logger()
 
 
 class ClientWriter:
-    """The body of one response. A client that takes no piece of it for `stall_limit_s` counts as gone."""
+    """The body of one response. A client that reads nothing for `stall_limit_s` is disconnected, as if it had left.
+
+    It is looked at once per limit, so it is gone after at most twice that time.
+    """
 
     def __init__(self, request: web.Request, response: web.StreamResponse, stall_limit_s: float) -> None:
         self._request = request
@@ -19,37 +22,47 @@ class ClientWriter:
         self._stall_limit_s = stall_limit_s
 
     async def write(self, data: bytes) -> None:
-        """Returns when the client has room for more. Raises ConnectionResetError if it left or stopped reading."""
+        """Returns when the client has room for more. All of `data` is on its way or none, also if cancelled."""
         if not self._response.prepared:
-            async with self._patience():
-                await self._response.prepare(self._request)
-        view = memoryview(data)
-        for at in range(0, len(data), PIECE_BYTES):
-            async with self._patience():
-                await self._response.write(view[at : at + PIECE_BYTES])
+            await self._response.prepare(self._request)
+        with self._watched():
+            await self._response.write(data)
 
     async def close(self) -> web.StreamResponse:
         """The body is complete."""
-        async with self._patience():
+        with self._watched():
             await self._response.write_eof()
         return self._response
 
-    @asynccontextmanager
-    async def _patience(self) -> AsyncIterator[None]:
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """While waiting for the client. What is written then is in the buffer at the first look, so it only shrinks."""
+        self._unread_bytes: int | None = None
+        self._look_later()
         try:
-            async with asyncio.timeout(self._stall_limit_s):
-                yield
-        except TimeoutError:
-            # Closing would first wait until the client has read what is buffered.
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError(f"the client has read nothing for {self._stall_limit_s:g} s") from None
+            yield
+        finally:
+            self._timer.cancel()
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._stall_limit_s, self._look)
+
+    def _look(self) -> None:
+        transport = self._request.transport
+        if transport is None:
+            return
+        before, self._unread_bytes = self._unread_bytes, transport.get_write_buffer_size()
+        if before is None or self._unread_bytes < before:
+            self._look_later()
+            return
+        log.warning("client_stalled", path=self._request.path, unread_bytes=self._unread_bytes)
+        transport.abort()  # closing would wait until the client has read what is buffered
 
 
 async def send_json(
     request: web.Request, body: bytes, headers: dict[str, str], stall_limit_s: float
 ) -> web.StreamResponse:
-    """Answers with a JSON body of any size. Raises ConnectionResetError as `ClientWriter.write` does."""
+    """Answers with a JSON body of any size; returns when the client has taken all but the end of it."""
     response = web.StreamResponse(headers={"Content-Type": "application/json"} | headers)
     response.content_length = len(body)
     client = ClientWriter(request, response, stall_limit_s)

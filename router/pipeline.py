@@ -92,8 +92,12 @@ class Pipeline:
                 await asyncio.sleep(ABORT_RETRY_S)
             if await self._tell(choice.pair.decode, choice) or choice.request_id not in live.choices:
                 break
-        if choice.pair.prefill:
-            await self._tell(choice.pair.prefill, choice)
+        try:
+            if choice.pair.prefill:
+                await self._tell(choice.pair.prefill, choice)
+        except MoerelayError as error:
+            # It may have left long after its handoff; decode has dropped what it could still send.
+            log.info("prefill_not_told", request_id=choice.request_id, error=error.message)
 
     async def _tell(self, worker: Worker, choice: LiveChoice) -> bool:
         """Whether the worker knew the choice."""

@@ -44,7 +44,7 @@ class EventStream:
         return self._response.prepared
 
     async def send(self, json: bytes) -> None:
-        """Returns when the client has room for more. Raises ConnectionResetError if it left or stopped reading."""
+        """Returns when the client has room for more. Raises ConnectionResetError if it left."""
         async with self._lock:
             self._started = True
             await self._client.write(encode_event(json))

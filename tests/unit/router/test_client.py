@@ -7,8 +7,11 @@ import threading
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from router.answer import THREAD_FROM_BYTES, encoded
+from router.client import ClientWriter
 from router.keys import LIVE
 from tests.fakes.fake_workers import Script, description
 from tests.unit.router.cluster import GENERATE, Cluster, running
@@ -62,3 +65,40 @@ async def test_large_answers_are_encoded_off_the_event_loop() -> None:
     assert await encoded(THREAD_FROM_BYTES - 1, encode) == b"{}"
     assert await encoded(THREAD_FROM_BYTES, encode) == b"{}"
     assert threads[0] == threading.get_ident() != threads[1]
+
+
+class SlowTransport(asyncio.Transport):
+    """Says what is unread each time it is looked at."""
+
+    def __init__(self, unread_bytes: list[int]) -> None:
+        super().__init__()
+        self.unread_bytes = unread_bytes
+        self.aborted = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread_bytes.pop(0)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+class SlowResponse(web.StreamResponse):
+    """Has no room until its client is disconnected."""
+
+    def __init__(self, transport: SlowTransport) -> None:
+        super().__init__()
+        self._transport = transport
+
+    @property
+    def prepared(self) -> bool:
+        return True
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        await self._transport.aborted.wait()
+
+
+async def test_a_client_is_slow_as_long_as_it_reads_anything() -> None:
+    transport = SlowTransport([10, 9, 8, 1, 1, 0])
+    request = make_mocked_request("GET", "/", transport=transport)
+    await asyncio.wait_for(ClientWriter(request, SlowResponse(transport), 0.01).write(b"x" * 10), 10)
+    assert transport.unread_bytes == [0]

@@ -252,6 +252,19 @@ async def test_prefill_worker_that_leaves_after_its_handoff_harms_no_stream() ->
     assert (status, answer["choices"][0]["token_ids"]) == (200, expected_tokens([5, 6, 7], 10))
 
 
+async def test_abort_needs_no_prefill_worker_that_has_left() -> None:
+    script = Script(hold_after=2)
+    async with cluster_with_mortal_prefill(script) as (cluster, _, server):
+        request = asyncio.ensure_future(cluster.post(BODY | {"request_id": "mine"}))
+        decode = cluster.decode[0]
+        await decode.wait_until(lambda: decode.num_chunks == 2)
+        await server.aclose()
+        status, answer = await cluster.post({"request_ids": ["mine"]}, "/inference/v1/abort_requests")
+        assert (status, answer["aborted"]) == (200, ["mine"])
+        status, answer = await request
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")
+
+
 async def test_prefill_call_that_is_lost_after_the_first_token_harms_no_stream() -> None:
     """Decode has the whole prompt; only the acknowledgement did not reach the router."""
     script = Script(hold_after=2)
