@@ -51,7 +51,7 @@ async def sample(load: LoadGenerator, condition: str, samples: Samples) -> None:
 
 
 async def measure(servers: Sequence[Server], rounds: int, repetitions: int) -> Samples:
-    """`rounds` × `repetitions` values per server and quantity."""
+    """`rounds` × `repetitions` values per server and quantity; shows the table so far after each round."""
     samples = Samples()
     for number in range(rounds):
         for server in servers:
@@ -61,6 +61,7 @@ async def measure(servers: Sequence[Server], rounds: int, repetitions: int) -> S
                 await load.warm_up()
                 for _ in range(repetitions):
                     await sample(load, server.name, samples)
+        print("\n".join(samples.table(baseline=servers[0].name)), file=sys.stderr, flush=True)
     return samples
 
 
