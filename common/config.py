@@ -109,7 +109,21 @@ class ModelSettings(LogSettings):
             raise ValueError(f"{', '.join(wide)} must be 1: routing rows cannot follow a model that is split this way")
 
 
-class WorkerSettings(ModelSettings):
+class LinkSettings(LogSettings):
+    """What router and workers do the same way."""
+
+    max_message_bytes: ByteSize = Field(64 * 2**20, description="Largest gRPC message, both ways; rows need 2MiB.")
+    drain_timeout_s: Seconds = Field(30.0, description="How long live requests may go on after SIGTERM.")
+
+
+class HandoffSettings(LogSettings):
+    """How workers hand sequences over."""
+
+    handoff_timeout_s: Seconds = Field(5.0, description="A handoff without progress for this long fails.")
+    handoff_credit_bytes: ByteSize = Field(64 * 2**20, description="Bytes one handoff may have in flight.")
+
+
+class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings):
     """One prefill or decode worker."""
 
     worker_id: str = Field("", description="Unique name in the cluster; default: role and port.")
@@ -117,9 +131,6 @@ class WorkerSettings(ModelSettings):
     port: Port = Field(0, description="gRPC port; 0 takes a free one.")
     advertise_address: str | None = Field(None, description="Host name or address at which others reach this worker.")
     ready_file: Path | None = Field(None, description="Written, as JSON, once the worker serves.")
-    max_message_bytes: ByteSize = Field(64 * 2**20, description="Largest gRPC message, both ways.")
-    handoff_timeout_s: Seconds = Field(5.0, description="A handoff without progress for this long fails.")
-    drain_timeout_s: Seconds = Field(30.0, description="How long live requests may go on after SIGTERM.")
 
     @property
     def reachable_host(self) -> str:
@@ -135,44 +146,11 @@ class DecodeSettings(WorkerSettings):
 
     role: Literal["decode", "both"] = Field("decode", description="both: prefill here too, no handoff.")
     handoff_endpoint: str | None = Field(None, description="ZMQ endpoint to bind; default: tcp on --host, free port.")
-    handoff_credit_bytes: ByteSize = Field(64 * 2**20, description="Bytes one handoff may have in flight.")
 
 
-class RouterSettings(LogSettings):
-    """moerelay router: the HTTP API in front of prefill and decode workers."""
+class ApiSettings(LinkSettings):
+    """What the HTTP API does, whoever starts the router."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: Port = Field(8000, description="HTTP port; 0 takes a free one.")
-    ready_file: Path | None = Field(None, description="Written, as JSON, once the port is bound.")
-    prefill: HostPorts = Field([], description="gRPC addresses of prefill workers.")
-    decode: HostPorts = Field([], description="gRPC addresses of decode workers (role both: no prefill needed).")
-    model: str | None = Field(None, description="Checkpoint directory, for its tokenizer and generation_config.json.")
-    served_model_name: str | None = Field(None, description="Name in /v1/models; default: the directory's name.")
-    enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Return routing rows.")
-    stream_routed_experts: Literal["delta", "final"] = Field(
-        "delta", description="How rows travel in streams by default."
-    )
-    ignore_generation_config: CliImplicitFlag[bool] = Field(False, description="Neutral sampling defaults.")
-    max_event_bytes: ByteSize = Field(64 * 2**10, description="Largest SSE event in delta streams.")
-    max_body_bytes: ByteSize = Field(32 * 2**20, description="Largest request body.")
-    max_message_bytes: ByteSize = Field(64 * 2**20, description="Largest gRPC message, both ways.")
-    max_n: int = Field(128, gt=0, description="Largest number of choices per request.")
-    max_logprobs: int = Field(20, ge=0, description="Largest number of logprobs per token.")
-    heartbeat_interval_s: Seconds = Field(0.5, description="How often each worker is asked for its state.")
-    heartbeat_timeout_s: Seconds = Field(3.0, description="A worker silent for this long is suspect.")
-    connect_timeout_s: Seconds = Field(3.0, description="Time for a worker to accept a request.")
-    client_stall_timeout_s: Seconds = Field(120.0, description="A client that reads nothing for this long is gone.")
-    drain_timeout_s: Seconds = Field(30.0, description="How long live requests may go on after SIGTERM.")
-
-
-class UpSettings(ModelSettings):
-    """Start a whole cluster on this machine and print one line on stdout when it serves."""
-
-    prefill: int = Field(1, ge=0, description="Number of prefill workers.")
-    decode: int = Field(1, ge=1, description="Number of decode workers.")
-    mode: Literal["disaggregated", "aggregated"] = Field("disaggregated", description="aggregated: no handoff.")
-    host: str = Field("127.0.0.1", description="Address of the HTTP port.")
-    port: Port = Field(8000, description="HTTP port; 0 takes a free one.")
     served_model_name: str | None = Field(
         None, description="Name in /v1/models; default: the hub id, or the directory's name."
     )
@@ -180,8 +158,38 @@ class UpSettings(ModelSettings):
         "delta", description="How rows travel in streams by default."
     )
     ignore_generation_config: CliImplicitFlag[bool] = Field(False, description="Neutral sampling defaults.")
-    handoff_timeout_s: Seconds = Field(5.0, description="A handoff without progress for this long fails.")
-    drain_timeout_s: Seconds = Field(30.0, description="How long live requests may go on after SIGTERM.")
+    max_event_bytes: ByteSize = Field(64 * 2**10, description="Largest SSE event in delta streams.")
+    max_body_bytes: ByteSize = Field(32 * 2**20, description="Largest request body.")
+    max_n: int = Field(128, gt=0, description="Largest number of choices per request.")
+    max_logprobs: int = Field(20, ge=0, description="Largest number of logprobs per token.")
+    heartbeat_interval_s: Seconds = Field(0.5, description="How often each worker is asked for its state.")
+    heartbeat_timeout_s: Seconds = Field(3.0, description="A worker silent for this long is suspect.")
+    connect_timeout_s: Seconds = Field(3.0, description="Time for a worker to accept a request.")
+    client_stall_timeout_s: Seconds = Field(120.0, description="A client that reads nothing for this long is gone.")
+
+
+class RouterSettings(ApiSettings):
+    """moerelay router: the HTTP API in front of prefill and decode workers."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: Port = Field(8000, description="HTTP port; 0 takes a free one.")
+    ready_file: Path | None = Field(None, description="Written, as JSON, once the port is bound.")
+    prefill: HostPorts = Field(
+        [], description="gRPC addresses HOST:PORT of prefill workers, repeated or separated by commas."
+    )
+    decode: HostPorts = Field([], description="The same for decode workers (role both: no prefill needed).")
+    model: str | None = Field(None, description="Checkpoint directory, for its tokenizer and generation_config.json.")
+    enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Return routing rows.")
+
+
+class UpSettings(ModelSettings, HandoffSettings, ApiSettings):
+    """Start a whole cluster on this machine and print one line on stdout when it serves."""
+
+    prefill: int = Field(1, ge=0, description="Number of prefill workers; none in aggregated mode.")
+    decode: int = Field(1, ge=1, description="Number of decode workers.")
+    mode: Literal["disaggregated", "aggregated"] = Field("disaggregated", description="aggregated: no handoff.")
+    host: str = Field("127.0.0.1", description="Address of the HTTP port.")
+    port: Port = Field(8000, description="HTTP port; 0 takes a free one.")
     start_timeout_s: Seconds = Field(600.0, description="Time for every process to become ready.")
 
     @model_validator(mode="after")

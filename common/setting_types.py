@@ -28,6 +28,8 @@ def _split(value: object) -> object:
 
 
 def _host_port(value: str) -> str:
+    if "://" in value:
+        raise ValueError(f"{value!r} is a URL; write HOST:PORT, without {value.partition('//')[0]}//")
     host, colon, port = value.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) not in _PORTS:
         raise ValueError(f"{value!r} is not HOST:PORT")

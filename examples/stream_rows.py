@@ -22,7 +22,8 @@ BODY = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 16, "temperature"
 async def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     """Delta events stay below 64 KiB by default, so aiohttp's line reader can take them."""
     async with aiohttp.ClientSession() as session, session.post(f"{url}/inference/v1/generate", json=body) as response:
-        response.raise_for_status()
+        if response.status != 200:
+            raise SystemExit((await response.json())["error"]["message"])
         async for line in response.content:
             payload = line.decode().removeprefix("data: ").strip()
             if payload == "[DONE]":
@@ -43,10 +44,15 @@ async def main(url: str) -> None:
         if choice["routed_experts"] is not None:
             arrays.append(np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))))
             print(f"tokens {choice['token_ids']}: {len(arrays[-1])} rows")
+    if not arrays:
+        raise SystemExit("the server returned no routing: it runs with --no-enable-return-routed-experts")
     rows = np.concatenate(arrays)
     assert len(rows) == len(PROMPT) + len(token_ids) - 1
     print(f"{len(token_ids)} tokens, rows {rows.shape} (positions, layers, experts per token), {rows.dtype}")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))
+    try:
+        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))
+    except aiohttp.ClientConnectionError as error:
+        sys.exit(f"nothing answers: {error}")

@@ -45,7 +45,9 @@ def _body(status: int, kind: str, message: str, param: str | None = None) -> byt
 def aiohttp_response(error: web.HTTPException, request: web.Request) -> web.Response:
     """aiohttp's own refusals (unknown route, wrong method, large body) in our form."""
     if isinstance(error, web.HTTPNotFound):
-        return error_response(NotFoundError(f"no such route: {request.path}"))
+        return error_response(
+            NotFoundError(f"no such route: {request.path}; tokens are generated at /inference/v1/generate")
+        )
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return error_response(PayloadTooLargeError("the request body is larger than --max-body-bytes"))
     body = _body(error.status, "MethodNotAllowedError" if error.status == 405 else "BadRequestError", error.reason)

@@ -60,11 +60,15 @@ class Fleet:
             await asyncio.gather(*(worker.close() for worker in self.workers))
 
     async def _watch(self, worker: Worker) -> None:
+        warned = False
         while True:
             before = worker.state
             await worker.heartbeat(self._settings.heartbeat_timeout_s)
             if worker.state is not before:
                 log.info("worker_state", worker=worker.id, address=worker.address, state=worker.state)
+            elif worker.status is None and not warned:
+                warned = True
+                log.warning("worker_never_answered", address=worker.address, side=worker.side, hint="is it started?")
             self.review()
             await asyncio.sleep(self._settings.heartbeat_interval_s)
 

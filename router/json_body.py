@@ -14,6 +14,13 @@ from router.request_schemas import RequestModel
 #: Names of unknown fields that have been logged; bounded, because clients choose them.
 MAX_LOGGED_NAMES = 256
 
+#: Mistakes that clients of other endpoints make, by field and pydantic's error type.
+_HINTS = {
+    ("token_ids", "missing"): "this endpoint takes token ids, not text; send the prompt's ids in token_ids",
+    ("sampling_params", "missing"): 'send an object, e.g. {"max_tokens": 16}; max_tokens and the like belong into it',
+    ("sampling_params", "model_type"): 'send an object, e.g. {"max_tokens": 16}',
+}
+
 ModelT = TypeVar("ModelT", bound=RequestModel)
 
 log = structlog.get_logger()
@@ -40,10 +47,17 @@ async def read_body(request: web.Request, cls: type[ModelT], unknown: UnknownFie
     """Parses and validates the body.
 
     Raises:
-        InvalidRequestError: not JSON (NaN and Infinity are not), or a field is wrong.
+        InvalidRequestError: not JSON (NaN and Infinity are not), a field is wrong, or the encoding is not what it says.
         web.HTTPRequestEntityTooLarge: over the application's limit.
     """
-    return parse_body(await request.read(), cls, unknown)
+    try:
+        body = await request.read()
+    except web.RequestPayloadError as error:
+        encoding = request.headers.get("Content-Encoding")
+        raise InvalidRequestError(
+            f"the body cannot be read as Content-Encoding {encoding}: {error}", param="Content-Encoding"
+        ) from error
+    return parse_body(body, cls, unknown)
 
 
 def parse_body(body: bytes, cls: type[ModelT], unknown: UnknownFields) -> ModelT:
@@ -65,5 +79,7 @@ def parse_body(body: bytes, cls: type[ModelT], unknown: UnknownFields) -> ModelT
 def _invalid(error: ErrorDetails) -> InvalidRequestError:
     """`sampling_params.top_p` is named `top_p`; `token_ids[3]` is named `token_ids`."""
     path = ".".join(str(part) for part in error["loc"])
+    if hint := _HINTS.get((path, error["type"])):
+        return InvalidRequestError(f"{path}: {hint}", param=path)
     names = [str(part) for part in error["loc"] if part not in ("sampling_params", "stream_options")] or [path]
     return InvalidRequestError(f"{path}: {error['msg']}", param=names[0])

@@ -52,7 +52,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
     num_blocks = _num_usable_blocks(settings, layout, config)
     max_model_len = _max_model_len(settings, config, num_blocks)
     loaded = load_model(path, config, dtype, device, progress=True, max_positions=max_model_len)
-    store = KVStore(layout, config.routing, num_blocks + 1, device, poison=settings.debug_poison_kv)
+    store = _allocate(layout, config, num_blocks, device, poison=settings.debug_poison_kv)
     bridge = EngineBridge()
     engine = Engine(
         runner=ModelRunner(loaded.decoder, store),
@@ -71,6 +71,17 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
     bridge.attach(engine)
     description = _describe(settings, config, loaded, max_model_len, numerics_fingerprint(device, dtype))
     return WorkerCore(description, is_exact(device), store, engine, bridge)
+
+
+def _allocate(layout: KVLayout, config: ModelConfig, num_blocks: int, device: torch.device, *, poison: bool) -> KVStore:
+    try:
+        return KVStore(layout, config.routing, num_blocks + 1, device, poison=poison)
+    except (RuntimeError, MemoryError) as error:  # torch's and NumPy's ways to say that memory is out
+        wanted = num_blocks * layout.block_size * (layout.token_bytes + config.routing.row_bytes)
+        raise ConfigError(
+            f"there is no room for a KV cache of {wanted / 2**30:.1f} GiB on {device}; "
+            "lower --kv-cache-memory or --num-kv-blocks"
+        ) from error
 
 
 def _num_usable_blocks(settings: WorkerSettings, layout: KVLayout, config: ModelConfig) -> int:

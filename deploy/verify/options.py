@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.arguments import ArgumentParser
+from common.errors import ConfigError
 from deploy.arguments import integer, url
 
 
@@ -49,4 +50,8 @@ def _parser() -> ArgumentParser:
 
 def parse_options(argv: Sequence[str]) -> VerifyOptions:
     """Raises ConfigError."""
-    return VerifyOptions(**vars(_parser().parse_args(argv)))
+    options = VerifyOptions(**vars(_parser().parse_args(argv)))
+    # Before the work, not after it.
+    if options.dump is not None and not options.dump.absolute().parent.is_dir():
+        raise ConfigError(f"--dump {options.dump}: the directory {options.dump.absolute().parent} does not exist")
+    return options

@@ -118,3 +118,15 @@ def test_disaggregated_needs_prefill() -> None:
 )
 def test_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+def test_up_knows_every_setting_of_what_it_starts() -> None:
+    """A variable that `up` accepts and no process gets would be silently ignored."""
+    decided_by_up = {"worker_id", "advertise_address", "ready_file", "role", "handoff_endpoint"}
+    for cls in (PrefillSettings, DecodeSettings, RouterSettings):
+        assert cls.model_fields.keys() - UpSettings.model_fields.keys() <= decided_by_up
+
+
+def test_a_worker_address_is_not_a_url() -> None:
+    with pytest.raises(ConfigError, match="without http://"):
+        load_settings(RouterSettings, ["--prefill", "http://127.0.0.1:7001"], prog="p", environ={})

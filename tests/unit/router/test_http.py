@@ -12,7 +12,7 @@ from router.app import create_app
 from router.keys import MODEL
 from router.openapi import document, document_json
 from tests.fakes.fake_workers import Script, expected_tokens
-from tests.unit.router.cluster import GENERATE, running
+from tests.unit.router.cluster import GENERATE, running, strict_json
 
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
 
@@ -228,3 +228,32 @@ def test_model_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "tiny-moe").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
     assert create_app(RouterSettings(model="~/tiny-moe"))[MODEL].name == "tiny-moe"
+
+
+async def test_a_body_that_is_not_encoded_as_it_says() -> None:
+    """Spoken by hand: aiohttp closes the connection right behind the answer, which its own client then drops."""
+    async with running() as cluster:
+        host, port = cluster.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\nxx"
+        )
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 400 ")
+        error = strict_json(body.decode())["error"]
+        assert error["param"] == "Content-Encoding"
+        assert "gzip" in error["message"]
+        await cluster.canary()
+
+
+async def test_mistakes_of_clients_of_other_endpoints_get_the_fix() -> None:
+    async with running() as cluster:
+        for body, param, word in (
+            ({"prompt": "Hello", "max_tokens": 5}, "token_ids", "token ids, not text"),
+            ({"token_ids": [5], "max_tokens": 5}, "sampling_params", "max_tokens"),
+            ({"token_ids": [5], "sampling_params": []}, "sampling_params", "object"),
+        ):
+            status, answer = await cluster.post(body)
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert word in answer["error"]["message"]
