@@ -60,11 +60,15 @@ _CLASS_BY_STATUS: dict[grpc.StatusCode, type[MoerelayError]] = {
     grpc.StatusCode.UNAVAILABLE: WorkerLostError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: PayloadTooLargeError,
     grpc.StatusCode.DEADLINE_EXCEEDED: WorkerLostError,
+    # gRPC drops calls that its server had no time to accept, and those of a server that stops.
+    grpc.StatusCode.CANCELLED: UnavailableError,
 }
 
 
 def from_grpc(code: grpc.StatusCode, details: str, trailers: dict[str, str]) -> MoerelayError:
     """Rebuilds the error that a worker raised; a status that gRPC made itself becomes its nearest class."""
+    if code is grpc.StatusCode.CANCELLED:
+        details = "the worker dropped the call before it was accepted; try again"
     cls = _CLASS_BY_TRAILER.get(trailers.get(ERROR_TRAILER, "")) or _CLASS_BY_STATUS.get(code, InternalError)
     if cls is WorkerLostError:
         return WorkerLostError(details, param=trailers.get(PARAM_TRAILER), unreachable=ERROR_TRAILER not in trailers)

@@ -14,6 +14,9 @@ from router.request_schemas import RequestModel
 #: Names of unknown fields that have been logged; bounded, because clients choose them.
 MAX_LOGGED_NAMES = 256
 
+#: A path may hold keys that the client chose.
+MAX_PATH_CHARS = 200
+
 #: Mistakes that clients of other endpoints make, by field and pydantic's error type.
 _HINTS = {
     ("token_ids", "missing"): "this endpoint takes token ids, not text; send the prompt's ids in token_ids",
@@ -78,7 +81,7 @@ def parse_body(body: bytes, cls: type[ModelT], unknown: UnknownFields) -> ModelT
 
 def _invalid(error: ErrorDetails) -> InvalidRequestError:
     """`sampling_params.top_p` is named `top_p`; `token_ids[3]` is named `token_ids`."""
-    path = ".".join(str(part) for part in error["loc"])
+    path = ".".join(str(part) for part in error["loc"])[:MAX_PATH_CHARS]
     if hint := _HINTS.get((path, error["type"])):
         return InvalidRequestError(f"{path}: {hint}", param=path)
     names = [str(part) for part in error["loc"] if part not in ("sampling_params", "stream_options")] or [path]

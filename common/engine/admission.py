@@ -1,11 +1,16 @@
 """Who may come in. The only engine state that two threads share, hence the lock."""
 
+import math
 import threading
 import time
 
 from common.engine.limits import EngineLimits
 from common.engine.request import EngineRequest, RequestId
 from common.errors import DuplicateRequestError, InvalidRequestError, OverloadedError, UnavailableError
+from common.sampling import SamplingParams
+
+#: The range of the OpenAI API.
+MAX_LOGIT_BIAS = 100
 
 
 class Admission:
@@ -99,10 +104,7 @@ class Admission:
             raise InvalidRequestError(
                 f"max_tokens must be at least 1, got {request.sampling.max_tokens}", param="max_tokens"
             )
-        if any(not 0 <= i < self._limits.vocab_size for i in request.sampling.logit_bias):
-            raise InvalidRequestError(
-                f"a logit_bias key is outside the vocabulary [0, {self._limits.vocab_size})", param="logit_bias"
-            )
+        _check_sampling(request.sampling, self._limits.vocab_size)
         start = request.routing_start
         if start is not None and not 0 <= start <= len(request.prompt):
             raise InvalidRequestError(
@@ -125,3 +127,17 @@ class Admission:
                 f"has {self._num_usable_blocks}; shorten one of them or give the worker a larger KV cache",
                 param="max_tokens",
             )
+
+
+def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Whatever would leave the sampler without a distribution; comparisons are written so that NaN fails them."""
+    if not 0 <= params.temperature < math.inf:
+        raise InvalidRequestError(f"temperature must be finite and >= 0, got {params.temperature}", param="temperature")
+    if not 0 < params.top_p <= 1:
+        raise InvalidRequestError(f"top_p must be in (0, 1], got {params.top_p}", param="top_p")
+    if not 0 <= params.min_p <= 1:
+        raise InvalidRequestError(f"min_p must be in [0, 1], got {params.min_p}", param="min_p")
+    if any(not 0 <= i < vocab_size for i in params.logit_bias):
+        raise InvalidRequestError(f"a logit_bias key is outside the vocabulary [0, {vocab_size})", param="logit_bias")
+    if not all(abs(bias) <= MAX_LOGIT_BIAS for bias in params.logit_bias.values()):
+        raise InvalidRequestError(f"logit_bias values must be in [-100, {MAX_LOGIT_BIAS}]", param="logit_bias")

@@ -24,7 +24,7 @@ from common.engine.request import (
 from common.engine.sampler import SampleSpec, sample
 from common.engine.scheduler import ScheduledBatch, ScheduledChunk, Scheduler
 from common.engine.sequence import Phase, SequenceState
-from common.errors import InternalError, MoerelayError, RoutingMissingError
+from common.errors import HandoffCorruptError, InternalError, MoerelayError, RoutingMissingError
 from common.kv.pool import BlockPool
 from common.kv.store import KVStore, slots_of
 from common.model.batch import Chunk, Runner
@@ -71,6 +71,7 @@ class EngineCore:
         self._store = store
         self._scheduler = Scheduler(pool, limits, block_size=store.layout.block_size)
         self._eos_token_ids = eos_token_ids
+        self._vocab_size = limits.vocab_size
         self._admission = admission
         self._events: list[EngineEvent] = []
 
@@ -96,6 +97,9 @@ class EngineCore:
             return
         if sequence.phase is not Phase.LEASED:
             self._fail(sequence, _misplaced(sequence, "the end of a handoff"))
+            return
+        if not 0 <= first_token.token_id < self._vocab_size:
+            self._fail(sequence, HandoffCorruptError(f"the first token {first_token.token_id} is no vocabulary id"))
             return
         sequence.num_computed = sequence.num_prompt
         self._report(sequence, first_token)

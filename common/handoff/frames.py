@@ -7,7 +7,18 @@ from typing import TypeVar
 import msgspec
 
 from common.errors import HandoffCorruptError, PayloadTooLargeError
-from common.handoff.messages import Abort, Chunk, Close, DecodeMessage, Hello, PrefillMessage, Renew
+from common.handoff.messages import (
+    Abort,
+    Chunk,
+    Close,
+    DecodeMessage,
+    Hello,
+    PrefillMessage,
+    Refuse,
+    Reject,
+    Renew,
+    shortened,
+)
 
 Frame = bytes | memoryview
 
@@ -15,7 +26,8 @@ Frame = bytes | memoryview
 MAX_HEADER_BYTES = 8 * 2**20
 #: Payload at which a chunk is cut: large enough to hide the cost of a message, small enough to overlap with compute.
 TARGET_PAYLOAD_BYTES = 4 * 2**20
-#: No frame is larger: what a peer can make us hold before a header has been checked. One token's KV must fit.
+#: No frame is larger; one token's KV must fit. ZMQ delivers a message only when all its frames are there, so this
+#: bounds a frame and not a message: who may connect at all is for the network, or later for CURVE, to decide.
 MAX_FRAME_BYTES = 64 * 2**20
 
 MessageT = TypeVar("MessageT")
@@ -43,6 +55,8 @@ def encode(message: PrefillMessage | DecodeMessage, *payloads: Frame) -> list[Fr
     Raises:
         PayloadTooLargeError: the header exceeds MAX_HEADER_BYTES.
     """
+    if isinstance(message, Refuse | Reject | Abort):
+        message = msgspec.structs.replace(message, reason=shortened(message.reason))
     header = _encoder.encode(message)
     if len(header) > MAX_HEADER_BYTES:
         raise PayloadTooLargeError(
@@ -83,7 +97,7 @@ def _decode_header(decoder: "msgspec.msgpack.Decoder[MessageT]", frames: Sequenc
         return decoder.decode(header)
     # Maps nested without end inside an unknown field exhaust the decoder's recursion limit.
     except (msgspec.DecodeError, RecursionError) as error:
-        raise HandoffCorruptError(f"a handoff header cannot be decoded: {error}") from error
+        raise HandoffCorruptError(shortened(f"a handoff header cannot be decoded: {error}")) from error
 
 
 def _check_frame_count(frames: Sequence[Frame], expected: int) -> None:

@@ -22,6 +22,10 @@ Generation = NewType("Generation", int)
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
+#: Longest reason on the wire and in the log: enough for any sentence of ours, however much of a peer's text it quotes.
+MAX_REASON_CHARS = 1000
+
+
 class FailureKind(StrEnum):
     """Why a handoff ended early, as far as the other side can act on it."""
 
@@ -64,8 +68,18 @@ def first_difference(ours: HandoffIdentity, theirs: HandoffIdentity) -> str | No
     for field in ("protocol_version", *HandoffIdentity.__struct_fields__):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if field != "instance_id" and mine != other:
-            return f"the workers differ in {field}: {mine!r} here, {other!r} on the other side"
+            return f"the workers differ in {field}: {_short(mine)} here, {_short(other)} on the other side"
     return None
+
+
+def shortened(reason: str) -> str:
+    """At most MAX_REASON_CHARS of a sentence that may quote what a peer sent."""
+    return reason if len(reason) <= MAX_REASON_CHARS else reason[: MAX_REASON_CHARS - 1] + "…"
+
+
+def _short(value: object) -> str:
+    """`repr`, but for long strings only their beginning: a numerics description is 100 characters long."""
+    return repr(value[:200] + "…") if isinstance(value, str) and len(value) > 200 else repr(value)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 import structlog
 
 from common.engine.request import RequestId
-from common.errors import HandoffCorruptError, HandoffError, OverloadedError, WorkerLostError
+from common.errors import HandoffCorruptError, HandoffError, MoerelayError, OverloadedError, WorkerLostError
 from common.handoff.background import BackgroundTasks
 from common.handoff.channel import Listener, PeerGone, PeerId, Received
 from common.handoff.frames import ChunkFrames, decode_from_prefill, encode
@@ -50,6 +50,7 @@ from common.handoff.messages import (
     Renew,
     TransferId,
     first_difference,
+    shortened,
 )
 from common.handoff.outgoing import CREDIT_CHUNKS, ERROR_OF_KIND, MAX_TRANSFERS
 from common.handoff.payload import OFFLOAD_BYTES, write_payload
@@ -199,7 +200,7 @@ class HandoffReceiver:
                 if isinstance(event, PeerGone):
                     await self._drop_peer(event.peer)
                 else:
-                    await self._on_frames(event)
+                    await self._guarded(event)
             # While messages are queued nothing above waits; others on this event loop get their turn here.
             await asyncio.sleep(0)
 
@@ -207,6 +208,15 @@ class HandoffReceiver:
         while True:
             await asyncio.sleep(self._book.timeout_s / EXPIRY_CHECKS_PER_TIMEOUT)
             await self._report(self._book.expire(time.monotonic()))
+
+    async def _guarded(self, received: Received) -> None:
+        """One peer's message must not end the intake for all others, whatever it made us raise."""
+        try:
+            await self._on_frames(received)
+        except MoerelayError as error:
+            self.num_malformed += 1
+            log.error("handoff_message_failed", reason=shortened(error.message))
+            await self._drop_peer(received.peer, Failure(FailureKind.CORRUPT, shortened(error.message)))
 
     async def _on_frames(self, received: Received) -> None:
         peer = received.peer

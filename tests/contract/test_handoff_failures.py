@@ -18,9 +18,10 @@ from common.errors import (
     MoerelayError,
     OverloadedError,
 )
-from common.handoff.frames import ChunkFrames
+from common.handoff.frames import MAX_HEADER_BYTES, ChunkFrames
 from common.handoff.leases import LeaseRef
 from common.handoff.messages import (
+    MAX_REASON_CHARS,
     Abort,
     Chunk,
     Close,
@@ -381,6 +382,26 @@ async def test_junk_ends_the_connection_and_its_handoffs(transport: Transport, f
             assert isinstance(await prefill.receive(), Refuse)
             assert isinstance(await decode.handler.outcome(request_id), HandoffCorruptError)
             assert decode.receiver.num_malformed == 1
+        decode.assert_idle()
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+async def test_a_huge_text_of_a_peer_is_answered_in_few_words(transport: Transport, greeted: bool) -> None:
+    """A refusal that quoted all of it would exceed the header's limit and could not be sent."""
+    huge = "x" * (MAX_HEADER_BYTES - 100)
+    unknown = msgspec.msgpack.encode({"type": huge})
+    stranger = msgspec.msgpack.encode(Hello(identity=identity("p", fingerprint="\x01" * (MAX_HEADER_BYTES // 2))))
+    async with decode_worker(transport) as decode:
+        for message in (unknown, stranger):
+            async with scripted_prefill(transport, decode.listener.endpoint) as prefill:
+                if greeted:
+                    await prefill.greet()
+                await prefill.send_raw(message)
+                answer = await prefill.receive()
+                assert isinstance(answer, Refuse)
+                assert len(answer.reason) <= MAX_REASON_CHARS
+        async with scripted_prefill(transport, decode.listener.endpoint) as prefill:
+            assert isinstance(await prefill.greet(), Ready)
         decode.assert_idle()
 
 

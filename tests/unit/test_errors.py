@@ -36,5 +36,6 @@ def test_every_class_survives_the_wire(cls: type[MoerelayError]) -> None:
 def test_bare_statuses_become_the_nearest_class() -> None:
     assert type(from_grpc(grpc.StatusCode.UNAVAILABLE, "", {})) is errors.WorkerLostError
     assert type(from_grpc(grpc.StatusCode.RESOURCE_EXHAUSTED, "", {})) is errors.PayloadTooLargeError
+    assert type(from_grpc(grpc.StatusCode.CANCELLED, "", {})) is errors.UnavailableError
     assert type(from_grpc(grpc.StatusCode.UNKNOWN, "", {})) is errors.InternalError
     assert type(from_grpc(grpc.StatusCode.INTERNAL, "", {ERROR_TRAILER: "no such kind"})) is errors.InternalError

@@ -1,5 +1,7 @@
 """Refusals: by what can never fit, by duplicate id, by a full line, by a stopped engine."""
 
+import math
+
 import pytest
 
 from common.engine.admission import Admission
@@ -69,6 +71,15 @@ def test_closing_names_the_orphans_and_lets_nobody_in() -> None:
         (make_request("a", [-1], greedy(3)), "token_ids", "vocabulary"),
         (make_request("a", [5], greedy(0)), "max_tokens", "at least 1, got 0"),
         (make_request("a", [5], SamplingParams(3, logit_bias={VOCAB_SIZE: 1.0})), "logit_bias", "vocabulary"),
+        (make_request("a", [5], SamplingParams(3, logit_bias={1: math.nan})), "logit_bias", "[-100, 100]"),
+        (make_request("a", [5], SamplingParams(3, logit_bias={1: 1e300})), "logit_bias", "[-100, 100]"),
+        (make_request("a", [5], SamplingParams(3, temperature=math.nan)), "temperature", "nan"),
+        (make_request("a", [5], SamplingParams(3, temperature=math.inf)), "temperature", "inf"),
+        (make_request("a", [5], SamplingParams(3, temperature=-0.1)), "temperature", "-0.1"),
+        (make_request("a", [5], SamplingParams(3, top_p=0.0)), "top_p", "(0, 1]"),
+        (make_request("a", [5], SamplingParams(3, top_p=math.nan)), "top_p", "nan"),
+        (make_request("a", [5], SamplingParams(3, min_p=2.0)), "min_p", "[0, 1]"),
+        (make_request("a", [5], SamplingParams(3, min_p=math.nan)), "min_p", "nan"),
         (make_request("a", [5, 6], greedy(3), start=3), "routed_experts_prompt_start", "[0, 2], got 3"),
         (make_request("a", [5, 6], greedy(3), start=-1), "routed_experts_prompt_start", "got -1"),
         (make_request("a", [5] * 100, greedy(29)), "max_tokens", "100 prompt tokens and max_tokens 29"),
