@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from common.engine.request import RequestId, Work
-from common.errors import InternalError, InvalidRequestError, RoutingMissingError
+from common.errors import HandoffCorruptError, InternalError, InvalidRequestError, RoutingMissingError
 from common.kv.store import slots_of
 from common.model.batch import Chunk
 from common.sampling import Finish, FinishReason, SampledToken, SamplingParams
+from tests.fakes.fake_runner import VOCAB_SIZE
 from tests.unit.engine.rig import FakeRig, RigPair, greedy, limits, make_request, solo
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -180,12 +181,15 @@ def test_handoff_calls_that_do_not_fit_fail_only_their_request() -> None:
     rig = FakeRig()
     beyond = rig.submit(make_request("beyond", PROMPT, greedy(4), work=Work.DECODE))
     wrong = rig.submit(make_request("wrong", PROMPT, greedy(4)))
+    alien = rig.submit(make_request("alien", PROMPT, greedy(4), work=Work.DECODE))
     rig.core.step()
+    rig.core.commit_handoff(RequestId("alien"), SampledToken(VOCAB_SIZE))
     rig.core.advance_handoff(RequestId("beyond"), len(PROMPT) + 1)
     rig.core.commit_handoff(RequestId("wrong"), SampledToken(5))
     rig.deliver()
     assert isinstance(beyond.error, InternalError)
     assert isinstance(wrong.error, InternalError)
+    assert isinstance(alien.error, HandoffCorruptError)
     rig.assert_baseline()
 
 
