@@ -1,7 +1,6 @@
 """Turns what the handoff receiver reports into engine commands and, on failure, into the request's error."""
 
 from common.engine.loop import Engine
-
 from common.engine.request import RequestId
 from common.errors import HandoffError
 from common.sampling import SampledToken
