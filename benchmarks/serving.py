@@ -1,13 +1,14 @@
 """Time to first token and decode rate of one or several servers of /inference/v1/generate, measured in turns.
 
-Each round starts every server alone, measures it and stops it, so that a machine that changes its speed meanwhile
-treats all of them alike.
+All servers stay up, and each quantity is measured on one after the other before the next is, so that a machine that
+changes its speed meanwhile treats them alike. They need memory together, and must not compute while they are idle.
 """
 
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from benchmarks.load import LoadGenerator
@@ -42,27 +43,30 @@ def decode(concurrency: int) -> Quantity:
     return Quantity(f"decode C={concurrency}", "tok/s", higher_is_better=True)
 
 
-async def sample(load: LoadGenerator, condition: str, samples: Samples) -> None:
-    """One value of every quantity."""
-    for num_tokens in PROMPTS:
-        samples.add(condition, ttft(num_tokens), 1e3 * await load.time_to_first_token(num_tokens))
-    for concurrency in CONCURRENCIES:
-        samples.add(condition, decode(concurrency), await load.decode_rate(concurrency))
-
-
-async def measure(servers: Sequence[Server], rounds: int, repetitions: int) -> Samples:
-    """`rounds` × `repetitions` values per server and quantity; shows the table so far after each round."""
+async def measure(loads: Mapping[str, LoadGenerator], repetitions: int) -> Samples:
+    """`repetitions` values of every quantity under every condition, the conditions in turns; shows how far it is."""
     samples = Samples()
-    for number in range(rounds):
-        for server in servers:
-            print(f"round {number + 1} of {rounds}: {server.name}", file=sys.stderr, flush=True)
-            async with running(server.command) as url, ClusterClient(url) as client:
-                load = LoadGenerator(client)
-                await load.warm_up()
-                for _ in range(repetitions):
-                    await sample(load, server.name, samples)
-        print("\n".join(samples.table(baseline=servers[0].name)), file=sys.stderr, flush=True)
+    for load in loads.values():
+        await load.warm_up()
+    for number in range(repetitions):
+        print(f"repetition {number + 1} of {repetitions}", file=sys.stderr, flush=True)
+        for num_tokens in PROMPTS:
+            for condition, load in loads.items():
+                samples.add(condition, ttft(num_tokens), 1e3 * await load.time_to_first_token(num_tokens))
+        for concurrency in CONCURRENCIES:
+            for condition, load in loads.items():
+                samples.add(condition, decode(concurrency), await load.decode_rate(concurrency))
     return samples
+
+
+async def measure_servers(servers: Sequence[Server], repetitions: int) -> Samples:
+    """Starts all servers, measures them, and stops them."""
+    async with AsyncExitStack() as stack:
+        loads = {}
+        for server in servers:
+            url = await stack.enter_async_context(running(server.command))
+            loads[server.name] = LoadGenerator(await stack.enter_async_context(ClusterClient(url)))
+        return await measure(loads, repetitions)
 
 
 def main() -> None:
@@ -75,11 +79,10 @@ def main() -> None:
         metavar="NAME=COMMAND",
         help="a server, with {port} where its port goes; repeatable; ratios are to the first one",
     )
-    parser.add_argument("--rounds", type=int, default=2, help="starts of each server (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=3, help="values per start (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=5, help="values per cell (default: %(default)s)")
     arguments = parser.parse_args()
     servers: list[Server] = arguments.server
-    samples = asyncio.run(measure(servers, arguments.rounds, arguments.repetitions))
+    samples = asyncio.run(measure_servers(servers, arguments.repetitions))
     print("\n".join(samples.table(baseline=servers[0].name)))
 
 

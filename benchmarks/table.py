@@ -23,16 +23,14 @@ class Samples:
     def add(self, condition: str, quantity: Quantity, value: float) -> None:
         self._values.setdefault(condition, {}).setdefault(quantity, []).append(value)
 
-    def median(self, condition: str, quantity: Quantity) -> float:
-        return statistics.median(self._values[condition][quantity])
-
     def speed_ratio(self, condition: str, baseline: str, quantity: Quantity) -> float:
-        """How many times as fast `condition` is as `baseline`."""
-        ratio = self.median(condition, quantity) / self.median(baseline, quantity)
+        """How many times as fast `condition` is as `baseline`: the median over values that were measured in turns."""
+        pairs = zip(self._values[condition][quantity], self._values[baseline][quantity], strict=True)
+        ratio = statistics.median(value / base for value, base in pairs)
         return ratio if quantity.higher_is_better else 1 / ratio
 
     def table(self, baseline: str) -> Iterator[str]:
-        """Lines of Markdown: a row per condition; median (lowest–highest), and the speed ratio to `baseline`."""
+        """Lines of Markdown: a row per condition; median (lowest–highest), and how many times as fast as `baseline`."""
         quantities = list(self._values[baseline])
         yield "| | " + " | ".join(f"{q.name}, {q.unit}" for q in quantities) + " |"
         yield "|---" * (len(quantities) + 1) + "|"
