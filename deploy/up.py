@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from common.config import UpSettings, load_settings
-from common.errors import STARTUP_EXIT_CODE, StartupError, WorkerLostError
+from common.errors import STARTUP_EXIT_CODE, ConfigError, StartupError, WorkerLostError
 from common.process import host_port
 from deploy.extras import needs_worker_extra
 from deploy.plan import ClusterPlan
@@ -142,8 +143,24 @@ def with_local_model(settings: UpSettings, resolve: Callable[[str], Path]) -> Up
     return settings.model_copy(update={"model": str(path), "served_model_name": name})
 
 
+def check_port(host: str, port: int) -> None:
+    """Finds out before the weights are loaded whether the router will be able to listen; it may still lose a race.
+
+    Raises:
+        ConfigError: the port is taken, or `host` is no address of this machine.
+    """
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host_port(host, port)}: {str(error.strerror).partition(' (')[0]}; "
+            "choose another --port (0: a free one) or --host"
+        ) from error
+
+
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, argv, prog="moerelay up")
+    check_port(settings.host, settings.port)
     with needs_worker_extra("up"):
         from common.model.hub import resolve_model
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from common.config import UpSettings
-from common.errors import CheckpointError, StartupError, WorkerLostError
+from common.errors import CheckpointError, ConfigError, StartupError, WorkerLostError
 from common.model.hub import resolve_model
 from common.model.presets import synthetic_config
 from deploy.plan import ClusterPlan
 from deploy.processes import clean_environment
 from deploy.ready import wait_until_ready
-from deploy.up import with_local_model
+from deploy.up import check_port, with_local_model
 from tests.unit.deploy.conftest import REPOSITORY, StartCluster, is_alive
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0")
@@ -238,3 +238,14 @@ def test_killed_launcher_leaves_no_process(launcher: subprocess.Popen[str], tmp_
 
 def test_children_do_not_see_our_variables() -> None:
     assert clean_environment({"MOERELAY_PORT": "1", "moerelay_host": "h", "PATH": "p"}) == {"PATH": "p"}
+
+
+def test_a_taken_port_is_refused_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: .*--port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+    check_port("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="--host"):
+        check_port("203.0.113.1", 0)
