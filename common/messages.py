@@ -1,7 +1,18 @@
 """Conversions between the plain records and their protobuf messages: the only place where both are known."""
 
+from typing import Literal
+
 from common.pb import types_pb2 as pb
 from common.sampling import FinishReason, SampledToken, SamplingParams, TokenLogprob
+
+RoleName = Literal["prefill", "decode", "both"]
+
+#: Roles as metrics, /cluster and flags spell them.
+ROLE_NAMES: dict[pb.Role.ValueType, RoleName] = {
+    pb.ROLE_PREFILL: "prefill",
+    pb.ROLE_DECODE: "decode",
+    pb.ROLE_BOTH: "both",
+}
 
 _FINISH_TO_PB = {
     None: pb.FINISH_REASON_UNSPECIFIED,

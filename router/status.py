@@ -1,13 +1,13 @@
 """GET endpoints: health, readiness, models, the cluster, metrics, version, OpenAPI."""
 
 from importlib.metadata import version
-from typing import Literal
 
 from aiohttp import web
 from pydantic import BaseModel
 
 from common.errors import UnavailableError
-from common.pb import types_pb2, worker_pb2
+from common.messages import ROLE_NAMES
+from common.pb import worker_pb2
 from router.exposition import exposition
 from router.fleet import Fleet
 from router.keys import FLEET, LIVE, METRICS, MODEL, SETTINGS
@@ -25,12 +25,6 @@ from router.response_schemas import (
 from router.worker import Worker
 
 VERSION = version("moerelay")
-
-_ROLES: dict[types_pb2.Role.ValueType, Literal["prefill", "decode", "both"]] = {
-    types_pb2.ROLE_PREFILL: "prefill",
-    types_pb2.ROLE_DECODE: "decode",
-    types_pb2.ROLE_BOTH: "both",
-}
 
 
 async def live(_: web.Request) -> web.Response:
@@ -105,7 +99,7 @@ def _views(fleet: Fleet) -> list[WorkerView]:
 def _view(worker: Worker, status: worker_pb2.WorkerStatus) -> WorkerView:
     return WorkerView(
         id=worker.id,
-        role=_ROLES.get(status.role),
+        role=ROLE_NAMES.get(status.role),
         address=worker.address,
         pid=status.pid,
         state=worker.state,

@@ -7,14 +7,13 @@ from contextlib import asynccontextmanager
 
 from common.config import WorkerSettings
 from common.handoff.messages import HandoffIdentity
+from common.messages import ROLE_NAMES
 from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
 from common.worker.metrics import WorkerMetrics, engine_metrics
 from common.worker.server import WorkerServer
 from common.worker.service import RoleService, WorkerIdentity, WorkerService
-
-ROLE_NAMES = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode", types_pb2.ROLE_BOTH: "both"}
 
 
 def new_instance_id() -> str:
