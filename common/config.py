@@ -157,11 +157,33 @@ class ApiSettings(LinkSettings):
     stream_routed_experts: Literal["delta", "final"] = Field(
         "delta", description="How rows travel in streams by default."
     )
+    routed_experts_format: Literal["npy", "dict"] = Field(
+        "npy", description="Form of rows on /inference/v1/generate: a base64 .npy, or prime-rl's object."
+    )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = Field(
+        "raw_logprobs", description="Of which distribution logprobs are: the model's, or the one sampled from."
+    )
     ignore_generation_config: CliImplicitFlag[bool] = Field(False, description="Neutral sampling defaults.")
+    chat_template: Path | None = Field(None, description="Jinja file; default: the checkpoint's template.")
+    api_key_file: Path | None = Field(None, description="One API key per line; without it nobody needs one.")
+    cors_origin: list[str] = Field([], description="Origins that browsers may call from; * for any.")
+    admin_host: str = Field("127.0.0.1", description="Address of the control port.")
+    admin_port: Port | None = Field(None, description="Port for pause, weights and sleep; default: no such port.")
+    admin_key_file: Path | None = Field(None, description="One key per line for the control routes.")
+    admin_on_public_port: CliImplicitFlag[bool] = Field(
+        False, description="Serve the control routes on the HTTP port too; needs --admin-key-file."
+    )
     max_event_bytes: ByteSize = Field(64 * 2**10, description="Largest SSE event in delta streams.")
     max_body_bytes: ByteSize = Field(32 * 2**20, description="Largest request body.")
     max_n: int = Field(128, gt=0, description="Largest number of choices per request.")
     max_logprobs: int = Field(20, ge=0, description="Largest number of logprobs per token.")
+    max_prompts: int = Field(128, gt=0, description="Largest number of prompts per request.")
+    max_stop_strings: int = Field(64, gt=0, description="Largest number of stop strings, and of bad words.")
+    max_stop_bytes: int = Field(1024, gt=0, description="Longest stop string or bad word.")
+    max_listed_tokens: int = Field(
+        4096, gt=0, description="Largest number of logit_bias, allowed_token_ids and stop_token_ids entries."
+    )
+    max_grammar_bytes: ByteSize = Field(64 * 2**10, description="Longest JSON schema, regex or grammar.")
     heartbeat_interval_s: Seconds = Field(0.5, description="How often each worker is asked for its state.")
     heartbeat_timeout_s: Seconds = Field(3.0, description="A worker silent for this long is suspect.")
     connect_timeout_s: Seconds = Field(3.0, description="Time for a worker to accept a request.")

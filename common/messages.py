@@ -32,11 +32,20 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
         top_k=params.top_k,
         min_p=params.min_p,
         seed=params.seed,
-        choice=params.choice,
+        n=params.n,
         stop_token_ids=sorted(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         logit_bias=params.logit_bias,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        allowed_token_ids=sorted(params.allowed_token_ids),
+        bad_words=[pb.TokenIds(ids=ids) for ids in params.bad_words],
+        processed_logprobs=params.processed_logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        grammar=params.grammar,
+        sampling_mask=params.sampling_mask,
     )
 
 
@@ -49,22 +58,39 @@ def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
         top_k=message.top_k,
         min_p=message.min_p,
         seed=message.seed,
-        choice=message.choice,
+        n=message.n,
         stop_token_ids=frozenset(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         logit_bias=dict(message.logit_bias),
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        allowed_token_ids=frozenset(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        processed_logprobs=message.processed_logprobs,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=message.grammar if message.HasField("grammar") else None,
+        sampling_mask=message.sampling_mask,
     )
 
 
 def token_to_pb(token: SampledToken) -> pb.SampledToken:
     own = None if token.logprob is None else _logprob_to_pb(token.logprob)
-    return pb.SampledToken(token_id=token.token_id, logprob=own, top=[_logprob_to_pb(t) for t in token.top])
+    return pb.SampledToken(
+        token_id=token.token_id,
+        logprob=own,
+        top=[_logprob_to_pb(t) for t in token.top],
+        mask=token.mask,
+        weight_version=token.weight_version,
+    )
 
 
 def token_from_pb(message: pb.SampledToken) -> SampledToken:
     own = _logprob_from_pb(message.logprob) if message.HasField("logprob") else None
-    return SampledToken(message.token_id, own, tuple(_logprob_from_pb(t) for t in message.top))
+    top = tuple(_logprob_from_pb(t) for t in message.top)
+    # The sampled id itself always survives, so that an empty mask means: not asked for.
+    return SampledToken(message.token_id, own, top, tuple(message.mask) or None, message.weight_version)
 
 
 def _logprob_to_pb(value: TokenLogprob) -> pb.TokenLogprob:

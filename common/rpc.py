@@ -28,7 +28,7 @@ from common.errors import (
 )
 
 #: Version of the gRPC services, compared when workers pair; the handoff has its own, compared in its handshake.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 log = structlog.get_logger()
 

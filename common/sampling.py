@@ -1,4 +1,4 @@
-"""How one choice is sampled and what a generated token looks like: plain records, shared by router and workers."""
+"""How a request is sampled and what a generated token looks like: plain records, shared by router and workers."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,7 +16,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Validated by the router; the engine trusts it. Field meanings: proto/types.proto."""
+    """How all choices of one prompt are sampled. Validated by the router. Field meanings: proto/types.proto."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -25,16 +25,27 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
-    choice: int = 0
+    n: int = 1
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    #: Empty: all ids.
+    allowed_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    processed_logprobs: bool = False
+    prompt_logprobs: int | None = None
+    #: llguidance's JSON form of a grammar.
+    grammar: str | None = None
+    sampling_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """fp32 log-softmax of the raw logits at one id; rank 1 is the most likely."""
+    """fp32 log-softmax at one id, of the raw logits unless the request asks for processed ones; rank 1 is the best."""
 
     token_id: int
     logprob: float
@@ -43,19 +54,32 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One generated token; `logprob` is None and `top` empty when the request asked for no logprobs."""
+    """One generated token; `logprob` is None and `top` empty when the request asked for no logprobs.
+
+    `mask`: the ids that survived top-k, top-p and min-p, ascending; None unless the request asked for them.
+    """
 
     token_id: int
     logprob: TokenLogprob | None = None
     top: tuple[TokenLogprob, ...] = ()
+    mask: tuple[int, ...] | None = None
+    #: Label of the weights whose forward pass the token was sampled from.
+    weight_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a choice ended; `stop_token_id` is set when one of `stop_token_ids` ended it."""
+    """How a choice ended; `stop_token_id` is set when one of `stop_token_ids` ended it, `stop_string` when text did."""
 
     reason: FinishReason
     stop_token_id: int | None = None
+    #: Found by the router, which alone knows text.
+    stop_string: str | None = None
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """What ended a choice beside the end-of-sequence ids, as the API's `stop_reason`."""
+        return self.stop_token_id if self.stop_string is None else self.stop_string
 
 
 def finish_after(

@@ -143,8 +143,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             if advanced.computed > sent:
                 await transfer.send_range(advanced.blocks, sent, advanced.computed)
                 sent = advanced.computed
-            if advanced.first_token is not None:
-                return advanced.first_token
+            if advanced.first_tokens:
+                return advanced.first_tokens[0]
 
 
 def _lease_ref(lease: prefill_pb2.Lease) -> LeaseRef:

@@ -199,8 +199,9 @@ class EngineCore:
         if first_token is not None:
             sequence.token_ids.append(first_token.token_id)
             self._scheduler.hold(sequence)
+        first_tokens = () if first_token is None else (first_token,)
         self._events.append(
-            PromptAdvanced(sequence.request.request_id, sequence.blocks, sequence.num_computed, first_token)
+            PromptAdvanced(sequence.request.request_id, sequence.blocks, sequence.num_computed, first_tokens)
         )
 
     def _report(self, sequence: SequenceState, token: SampledToken | None) -> None:

@@ -7,6 +7,7 @@ from typing import NewType
 
 from common.errors import MoerelayError
 from common.kv.pool import BlockId
+from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, SampledToken, SamplingParams
 
@@ -26,13 +27,15 @@ class Work(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One choice of one HTTP request. `routing_start` is None when no rows are wanted."""
+    """One prompt and its `sampling.n` choices. `routing_start` is None when no rows are wanted."""
 
     request_id: RequestId
     prompt: Sequence[int]
     sampling: SamplingParams
     routing_start: int | None
     work: Work = Work.WHOLE
+    #: Lower is admitted first; equal ones in order of arrival.
+    priority: int = 0
 
     @property
     def num_slots(self) -> int:
@@ -53,31 +56,39 @@ class BlocksLeased:
 
 @dataclass(frozen=True, slots=True)
 class PromptAdvanced:
-    """Work.PREFILL: KV and rows of positions [0, computed) are in `blocks`. The last one carries the first token."""
+    """Work.PREFILL: KV and rows of positions [0, computed) are in `blocks`.
+
+    The last one carries the first token of every choice. `prompt_logprobs` are those of the positions since the last
+    event; None if the request asked for none.
+    """
 
     request_id: RequestId
     blocks: tuple[BlockId, ...]
     computed: int
-    first_token: SampledToken | None
+    first_tokens: tuple[SampledToken, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Work.WHOLE and Work.DECODE: new tokens and rows since the last event; `finish` ends the request.
+    """Work.WHOLE and Work.DECODE: what became available for one choice since its last event; `finish` ends the choice.
 
     `rows_TLK` holds the rows of positions that became final, from `routing_start` on; None when routing is off.
-    With Work.WHOLE an event without tokens brings the rows of a prompt chunk.
+    With Work.WHOLE an event without tokens brings the rows, and the `prompt_logprobs`, of a prompt chunk. These come
+    with choice 0; the other choices exist from the first token on, and their first event has all rows of the prompt.
     """
 
     request_id: RequestId
     tokens: tuple[SampledToken, ...]
     rows_TLK: RoutingArray | None
     finish: Finish | None
+    choice: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request ended with an error and holds nothing any more."""
+    """The request ended, with all of its choices, in an error; it holds nothing any more."""
 
     request_id: RequestId
     error: MoerelayError

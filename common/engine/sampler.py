@@ -25,16 +25,23 @@ NUCLEUS_HEAD = 1024
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How one row is sampled. `position` is the absolute position of the token to be sampled."""
+    """How one row is sampled: the token at absolute `position` of choice `choice`."""
 
     params: SamplingParams
+    choice: int
     position: int
     #: Ids that must not be sampled now.
     banned: frozenset[int]
 
     @classmethod
     def of(
-        cls, params: SamplingParams, eos_token_ids: frozenset[int], *, num_prompt: int, num_generated: int
+        cls,
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        *,
+        choice: int = 0,
+        num_prompt: int,
+        num_generated: int,
     ) -> "SampleSpec":
         """The spec of the token after `num_generated` tokens.
 
@@ -43,6 +50,7 @@ class SampleSpec:
         early = num_generated < params.min_tokens
         return cls(
             params=params,
+            choice=choice,
             position=num_prompt + num_generated,
             banned=params.stop_token_ids | eos_token_ids if early else frozenset(),
         )
@@ -105,7 +113,7 @@ def _draw(logits_V: LogitsRow, spec: SampleSpec) -> int:
         weights_V = np.exp((logits_V.astype(np.float64) - logits_V.max()) / params.temperature)
     ids = _candidates(logits_V, weights_V, params)
     cumulative = np.cumsum(weights_V if ids is None else weights_V[ids])
-    target = uniform(params.seed, params.choice, spec.position) * cumulative[-1]
+    target = uniform(params.seed, spec.choice, spec.position) * cumulative[-1]
     drawn = int(np.searchsorted(cumulative, target, side="right"))
     return drawn if ids is None else int(ids[drawn])
 

@@ -52,8 +52,11 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     ROUTING_FIELD_NUMBER: _builtins.int
     PREFILL_SITE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prefill_site: Global___PrefillSite.ValueType
+    priority: _builtins.int
+    """Requests with a lower number are admitted first; equal ones in order of arrival."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, at least one id, each below the vocabulary size."""
@@ -70,10 +73,11 @@ class GenerateRequest(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         routing: _types_pb2.RoutingParams | None = ...,
         prefill_site: Global___PrefillSite.ValueType = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["routing", b"routing", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_site", b"prefill_site", "request_id", b"request_id", "routing", b"routing", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_site", b"prefill_site", "priority", b"priority", "request_id", b"request_id", "routing", b"routing", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -107,8 +111,8 @@ Global___GenerateEvent: _TypeAlias = GenerateEvent  # noqa: Y015
 
 @_typing.final
 class TokenChunk(_message.Message):
-    """What became available since the last chunk. Tokens and rows always travel together: once the chunks so far hold
-    g >= 1 tokens, they hold p - start + g - 1 rows.
+    """What became available for one choice since its last chunk. Tokens and rows always travel together: once the chunks of
+    a choice hold g >= 1 tokens, they hold p - start + g - 1 rows.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -119,6 +123,8 @@ class TokenChunk(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     routing_rows: _builtins.bytes
     """C-order [num_rows, num_layers, top_k] ids in the model's routing dtype, little-endian."""
     num_rows: _builtins.int
@@ -128,6 +134,12 @@ class TokenChunk(_message.Message):
     """The stop token id that ended the request; absent for end-of-sequence, length and abort."""
     num_cached_tokens: _builtins.int
     """Prompt tokens served from a prefix cache; set on the first chunk that has tokens."""
+    choice: _builtins.int
+    """Index of the choice, below n."""
+    prompt_logprobs: _builtins.bytes
+    """Prompt logprobs of the next positions, as `common/prompt_logprobs.py` packs them; with choice 0 only. All of them
+    have been sent once choice 0 has a token.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]: ...
     def __init__(
@@ -139,10 +151,12 @@ class TokenChunk(_message.Message):
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         stop_token_id: _builtins.int | None = ...,
         num_cached_tokens: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        prompt_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_rows", b"num_rows", "routing_rows", b"routing_rows", "stop_token_id", b"stop_token_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "choice", b"choice", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_rows", b"num_rows", "prompt_logprobs", b"prompt_logprobs", "routing_rows", b"routing_rows", "stop_token_id", b"stop_token_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

@@ -46,7 +46,7 @@ class PrefillServicer:
 
     def Prefill(self, request, context):
         """Computes the prompt, pushes KV and routing rows to the lease's endpoint while it computes, samples the first
-        token and sends it in the closing frame. Returns once the decode worker has acknowledged the whole handoff.
+        token of every choice and sends them in the closing frame. Returns once the decode worker has acknowledged the whole handoff.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

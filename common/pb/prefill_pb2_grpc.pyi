@@ -33,7 +33,7 @@ class PrefillStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     Prefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillReply]
     """Computes the prompt, pushes KV and routing rows to the lease's endpoint while it computes, samples the first
-    token and sends it in the closing frame. Returns once the decode worker has acknowledged the whole handoff.
+    token of every choice and sends them in the closing frame. Returns once the decode worker has acknowledged the whole handoff.
     """
 
 @_typing.type_check_only
@@ -41,7 +41,7 @@ class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillReply]  # type: ignore[assignment]
     """Computes the prompt, pushes KV and routing rows to the lease's endpoint while it computes, samples the first
-    token and sends it in the closing frame. Returns once the decode worker has acknowledged the whole handoff.
+    token of every choice and sends them in the closing frame. Returns once the decode worker has acknowledged the whole handoff.
     """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -52,7 +52,7 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.PrefillReply, _abc.Awaitable[_prefill_pb2.PrefillReply]]:
         """Computes the prompt, pushes KV and routing rows to the lease's endpoint while it computes, samples the first
-        token and sends it in the closing frame. Returns once the decode worker has acknowledged the whole handoff.
+        token of every choice and sends them in the closing frame. Returns once the decode worker has acknowledged the whole handoff.
         """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63ommon/pb/types.proto\x12\x0bmoerelay.v1\"\xda\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x00\x88\x01\x01\x12>\n\nlogit_bias\x18\x0c \x03(\x0b\x32*.moerelay.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"/\n\rRoutingParams\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\r\n\x05start\x18\x02 \x01(\r\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"t\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x07logprob\x18\x02 \x01(\x0b\x32\x19.moerelay.v1.TokenLogprob\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.moerelay.v1.TokenLogprob\"\xd6\x02\n\x10ModelDescription\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08numerics\x18\x05 \x01(\t\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x13\n\x0bnum_experts\x18\x07 \x01(\r\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x0c \x01(\r\x12\x10\n\x08head_dim\x18\r \x01(\r\x12\x15\n\rrouting_dtype\x18\x0e \x01(\t\x12\x17\n\x0frouting_enabled\x18\x0f \x01(\x08\x12\x15\n\reos_token_ids\x18\x10 \x03(\r*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63ommon/pb/types.proto\x12\x0bmoerelay.v1\"\xf2\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x12\t\n\x01n\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x00\x88\x01\x01\x12>\n\nlogit_bias\x18\x0c \x03(\x0b\x32*.moerelay.v1.SamplingParams.LogitBiasEntry\x12\x18\n\x10presence_penalty\x18\r \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0e \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0f \x01(\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12(\n\tbad_words\x18\x11 \x03(\x0b\x32\x15.moerelay.v1.TokenIds\x12\x1a\n\x12processed_logprobs\x18\x12 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x07grammar\x18\x14 \x01(\tH\x02\x88\x01\x01\x12\x15\n\rsampling_mask\x18\x15 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\n\n\x08_grammar\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\rRoutingParams\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\r\n\x05start\x18\x02 \x01(\r\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\x9a\x01\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x07logprob\x18\x02 \x01(\x0b\x32\x19.moerelay.v1.TokenLogprob\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.moerelay.v1.TokenLogprob\x12\x0c\n\x04mask\x18\x04 \x03(\r\x12\x16\n\x0eweight_version\x18\x05 \x01(\t\"\xd6\x02\n\x10ModelDescription\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08numerics\x18\x05 \x01(\t\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x13\n\x0bnum_experts\x18\x07 \x01(\r\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x0c \x01(\r\x12\x10\n\x08head_dim\x18\r \x01(\r\x12\x15\n\rrouting_dtype\x18\x0e \x01(\t\x12\x17\n\x0frouting_enabled\x18\x0f \x01(\x08\x12\x15\n\reos_token_ids\x18\x10 \x03(\r*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +33,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=964
-  _globals['_FINISHREASON']._serialized_end=1084
-  _globals['_ROLE']._serialized_start=1086
-  _globals['_ROLE']._serialized_end=1164
+  _globals['_FINISHREASON']._serialized_start=1308
+  _globals['_FINISHREASON']._serialized_end=1428
+  _globals['_ROLE']._serialized_start=1430
+  _globals['_ROLE']._serialized_end=1508
   _globals['_SAMPLINGPARAMS']._serialized_start=39
-  _globals['_SAMPLINGPARAMS']._serialized_end=385
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=324
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=372
-  _globals['_ROUTINGPARAMS']._serialized_start=387
-  _globals['_ROUTINGPARAMS']._serialized_end=434
-  _globals['_TOKENLOGPROB']._serialized_start=436
-  _globals['_TOKENLOGPROB']._serialized_end=499
-  _globals['_SAMPLEDTOKEN']._serialized_start=501
-  _globals['_SAMPLEDTOKEN']._serialized_end=617
-  _globals['_MODELDESCRIPTION']._serialized_start=620
-  _globals['_MODELDESCRIPTION']._serialized_end=962
+  _globals['_SAMPLINGPARAMS']._serialized_end=665
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=572
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=620
+  _globals['_TOKENIDS']._serialized_start=667
+  _globals['_TOKENIDS']._serialized_end=690
+  _globals['_ROUTINGPARAMS']._serialized_start=692
+  _globals['_ROUTINGPARAMS']._serialized_end=739
+  _globals['_TOKENLOGPROB']._serialized_start=741
+  _globals['_TOKENLOGPROB']._serialized_end=804
+  _globals['_SAMPLEDTOKEN']._serialized_start=807
+  _globals['_SAMPLEDTOKEN']._serialized_end=961
+  _globals['_MODELDESCRIPTION']._serialized_start=964
+  _globals['_MODELDESCRIPTION']._serialized_end=1306
 # @@protoc_insertion_point(module_scope)

@@ -63,7 +63,7 @@ Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How one choice of one request is sampled. The router fills every field, so that prefill and decode agree."""
+    """How the choices of one request are sampled. The router fills every field, so that prefill and decode agree."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -94,11 +94,20 @@ class SamplingParams(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
-    CHOICE_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    PROCESSED_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    SAMPLING_MASK_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Upper bound on generated tokens, at least 1, already clamped to the context."""
     min_tokens: _builtins.int
@@ -113,12 +122,26 @@ class SamplingParams(_message.Message):
     """Candidates below min_p times the largest probability are dropped; 0 is off."""
     seed: _builtins.int
     """Seed of the counter-based random numbers, the full int64 range."""
-    choice: _builtins.int
-    """Index of the choice (0 unless n > 1); part of the random counter."""
+    n: _builtins.int
+    """Number of choices, at least 1: one prompt, n continuations. The index of a choice is part of its random counter."""
     ignore_eos: _builtins.bool
     """End-of-sequence ids do not end the request."""
     logprobs: _builtins.int
     """Number of alternatives reported beside each token's logprob; absent: no logprobs."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of every id that was generated before; 0 is off."""
+    frequency_penalty: _builtins.float
+    """Subtracted from an id's logit once per time that it was generated before; 0 is off."""
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of ids in the prompt or generated before; above 0, 1 is off."""
+    processed_logprobs: _builtins.bool
+    """True: logprobs are those of the distribution that is sampled from. False: of the raw logits."""
+    prompt_logprobs: _builtins.int
+    """Number of alternatives reported beside each prompt token's logprob; absent: no prompt logprobs."""
+    grammar: _builtins.str
+    """llguidance grammar (its JSON form) that the output follows; absent: none."""
+    sampling_mask: _builtins.bool
+    """Report which ids survived top-k, top-p and min-p."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end the request, the end-of-sequence ids excluded."""
@@ -126,6 +149,14 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these ids before sampling."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only ids that may be sampled; empty: all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Sequences of ids that no generated text may contain."""
 
     def __init__(
         self,
@@ -137,21 +168,61 @@ class SamplingParams(_message.Message):
         top_k: _builtins.int = ...,
         min_p: _builtins.float = ...,
         seed: _builtins.int = ...,
-        choice: _builtins.int = ...,
+        n: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
+        processed_logprobs: _builtins.bool = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        grammar: _builtins.str | None = ...,
+        sampling_mask: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "choice", b"choice", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "processed_logprobs", b"processed_logprobs", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "sampling_mask", b"sampling_mask", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
+    _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class TokenIds(_message.Message):
+    """A sequence of vocabulary ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class RoutingParams(_message.Message):
@@ -217,7 +288,11 @@ class SampledToken(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    MASK_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
+    weight_version: _builtins.str
+    """Label of the weights whose forward pass it was sampled from."""
     @_builtins.property
     def logprob(self) -> Global___TokenLogprob:
         """Absent when the request asked for no logprobs."""
@@ -226,16 +301,22 @@ class SampledToken(_message.Message):
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """The most likely alternatives, best first."""
 
+    @_builtins.property
+    def mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that survived top-k, top-p and min-p, ascending, this one included; only if the request asked for it."""
+
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         logprob: Global___TokenLogprob | None = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        mask: _abc.Iterable[_builtins.int] | None = ...,
+        weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "mask", b"mask", "token_id", b"token_id", "top", b"top", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

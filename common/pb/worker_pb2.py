@@ -25,31 +25,67 @@ _sym_db = _symbol_database.Default()
 from common.pb import types_pb2 as common_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ommon/pb/worker.proto\x12\x0bmoerelay.v1\x1a\x15\x63ommon/pb/types.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x9f\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.moerelay.v1.Role\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x18\n\x10handoff_endpoint\x18\x06 \x01(\t\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12,\n\x05model\x18\t \x01(\x0b\x32\x1d.moerelay.v1.ModelDescription\x12%\n\x04load\x18\n \x01(\x0b\x32\x17.moerelay.v1.WorkerLoad\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\"\x8b\x01\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08handoffs\x18\x03 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x04 \x01(\r\x12\x18\n\x10kv_blocks_cached\x18\x05 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x10\n\x0eMetricsRequest\"\"\n\x0cMetricsReply\x12\x12\n\nexposition\x18\x01 \x01(\x0c\"\x18\n\x16\x43heckInvariantsRequest\"*\n\x14\x43heckInvariantsReply\x12\x12\n\nviolations\x18\x01 \x03(\t2\xa8\x02\n\x06Worker\x12\x43\n\x08\x44\x65scribe\x12\x1c.moerelay.v1.DescribeRequest\x1a\x19.moerelay.v1.WorkerStatus\x12;\n\x05\x41\x62ort\x12\x19.moerelay.v1.AbortRequest\x1a\x17.moerelay.v1.AbortReply\x12\x41\n\x07Metrics\x12\x1b.moerelay.v1.MetricsRequest\x1a\x19.moerelay.v1.MetricsReply\x12Y\n\x0f\x43heckInvariants\x12#.moerelay.v1.CheckInvariantsRequest\x1a!.moerelay.v1.CheckInvariantsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ommon/pb/worker.proto\x12\x0bmoerelay.v1\x1a\x15\x63ommon/pb/types.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xf4\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.moerelay.v1.Role\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x18\n\x10handoff_endpoint\x18\x06 \x01(\t\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12,\n\x05model\x18\t \x01(\x0b\x32\x1d.moerelay.v1.ModelDescription\x12%\n\x04load\x18\n \x01(\x0b\x32\x17.moerelay.v1.WorkerLoad\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\x12&\n\x05pause\x18\x0c \x01(\x0e\x32\x17.moerelay.v1.PauseState\x12\x13\n\x0bsleep_level\x18\r \x01(\r\x12\x16\n\x0estaged_version\x18\x0e \x01(\t\"\x8b\x01\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08handoffs\x18\x03 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x04 \x01(\r\x12\x18\n\x10kv_blocks_cached\x18\x05 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\r\"B\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x10\n\x0eMetricsRequest\"\"\n\x0cMetricsReply\x12\x12\n\nexposition\x18\x01 \x01(\x0c\"\x18\n\x16\x43heckInvariantsRequest\"*\n\x14\x43heckInvariantsReply\x12\x12\n\nviolations\x18\x01 \x03(\t\"4\n\x0cPauseRequest\x12$\n\x04mode\x18\x01 \x01(\x0e\x32\x16.moerelay.v1.PauseMode\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"4\n\x13StageWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"(\n\x11StageWeightsReply\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"\'\n\x14\x43ommitWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"\x14\n\x12\x43ommitWeightsReply\"\x17\n\x15\x44iscardWeightsRequest\"\x15\n\x13\x44iscardWeightsReply\"\x19\n\x17ResetPrefixCacheRequest\"+\n\x15ResetPrefixCacheReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x1d\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\"\x0c\n\nSleepReply\"\x0f\n\rWakeUpRequest\"\r\n\x0bWakeUpReply*s\n\nPauseState\x12\x1b\n\x17PAUSE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13PAUSE_STATE_RUNNING\x10\x01\x12\x17\n\x13PAUSE_STATE_PAUSING\x10\x02\x12\x16\n\x12PAUSE_STATE_PAUSED\x10\x03*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32\xff\x06\n\x06Worker\x12\x43\n\x08\x44\x65scribe\x12\x1c.moerelay.v1.DescribeRequest\x1a\x19.moerelay.v1.WorkerStatus\x12;\n\x05\x41\x62ort\x12\x19.moerelay.v1.AbortRequest\x1a\x17.moerelay.v1.AbortReply\x12;\n\x05Pause\x12\x19.moerelay.v1.PauseRequest\x1a\x17.moerelay.v1.PauseReply\x12>\n\x06Resume\x12\x1a.moerelay.v1.ResumeRequest\x1a\x18.moerelay.v1.ResumeReply\x12P\n\x0cStageWeights\x12 .moerelay.v1.StageWeightsRequest\x1a\x1e.moerelay.v1.StageWeightsReply\x12S\n\rCommitWeights\x12!.moerelay.v1.CommitWeightsRequest\x1a\x1f.moerelay.v1.CommitWeightsReply\x12V\n\x0e\x44iscardWeights\x12\".moerelay.v1.DiscardWeightsRequest\x1a .moerelay.v1.DiscardWeightsReply\x12\\\n\x10ResetPrefixCache\x12$.moerelay.v1.ResetPrefixCacheRequest\x1a\".moerelay.v1.ResetPrefixCacheReply\x12;\n\x05Sleep\x12\x19.moerelay.v1.SleepRequest\x1a\x17.moerelay.v1.SleepReply\x12>\n\x06WakeUp\x12\x1a.moerelay.v1.WakeUpRequest\x1a\x18.moerelay.v1.WakeUpReply\x12\x41\n\x07Metrics\x12\x1b.moerelay.v1.MetricsRequest\x1a\x19.moerelay.v1.MetricsReply\x12Y\n\x0f\x43heckInvariants\x12#.moerelay.v1.CheckInvariantsRequest\x1a!.moerelay.v1.CheckInvariantsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PAUSESTATE']._serialized_start=1275
+  _globals['_PAUSESTATE']._serialized_end=1390
+  _globals['_PAUSEMODE']._serialized_start=1392
+  _globals['_PAUSEMODE']._serialized_end=1495
   _globals['_DESCRIBEREQUEST']._serialized_start=62
   _globals['_DESCRIBEREQUEST']._serialized_end=79
   _globals['_WORKERSTATUS']._serialized_start=82
-  _globals['_WORKERSTATUS']._serialized_end=369
-  _globals['_WORKERLOAD']._serialized_start=372
-  _globals['_WORKERLOAD']._serialized_end=511
-  _globals['_ABORTREQUEST']._serialized_start=513
-  _globals['_ABORTREQUEST']._serialized_end=547
-  _globals['_ABORTREPLY']._serialized_start=549
-  _globals['_ABORTREPLY']._serialized_end=576
-  _globals['_METRICSREQUEST']._serialized_start=578
-  _globals['_METRICSREQUEST']._serialized_end=594
-  _globals['_METRICSREPLY']._serialized_start=596
-  _globals['_METRICSREPLY']._serialized_end=630
-  _globals['_CHECKINVARIANTSREQUEST']._serialized_start=632
-  _globals['_CHECKINVARIANTSREQUEST']._serialized_end=656
-  _globals['_CHECKINVARIANTSREPLY']._serialized_start=658
-  _globals['_CHECKINVARIANTSREPLY']._serialized_end=700
-  _globals['_WORKER']._serialized_start=703
-  _globals['_WORKER']._serialized_end=999
+  _globals['_WORKERSTATUS']._serialized_end=454
+  _globals['_WORKERLOAD']._serialized_start=457
+  _globals['_WORKERLOAD']._serialized_end=596
+  _globals['_ABORTREQUEST']._serialized_start=598
+  _globals['_ABORTREQUEST']._serialized_end=664
+  _globals['_ABORTREPLY']._serialized_start=666
+  _globals['_ABORTREPLY']._serialized_end=693
+  _globals['_METRICSREQUEST']._serialized_start=695
+  _globals['_METRICSREQUEST']._serialized_end=711
+  _globals['_METRICSREPLY']._serialized_start=713
+  _globals['_METRICSREPLY']._serialized_end=747
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_start=749
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_end=773
+  _globals['_CHECKINVARIANTSREPLY']._serialized_start=775
+  _globals['_CHECKINVARIANTSREPLY']._serialized_end=817
+  _globals['_PAUSEREQUEST']._serialized_start=819
+  _globals['_PAUSEREQUEST']._serialized_end=871
+  _globals['_PAUSEREPLY']._serialized_start=873
+  _globals['_PAUSEREPLY']._serialized_end=885
+  _globals['_RESUMEREQUEST']._serialized_start=887
+  _globals['_RESUMEREQUEST']._serialized_end=902
+  _globals['_RESUMEREPLY']._serialized_start=904
+  _globals['_RESUMEREPLY']._serialized_end=917
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=919
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=971
+  _globals['_STAGEWEIGHTSREPLY']._serialized_start=973
+  _globals['_STAGEWEIGHTSREPLY']._serialized_end=1013
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1015
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1054
+  _globals['_COMMITWEIGHTSREPLY']._serialized_start=1056
+  _globals['_COMMITWEIGHTSREPLY']._serialized_end=1076
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=1078
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=1101
+  _globals['_DISCARDWEIGHTSREPLY']._serialized_start=1103
+  _globals['_DISCARDWEIGHTSREPLY']._serialized_end=1124
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1126
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1151
+  _globals['_RESETPREFIXCACHEREPLY']._serialized_start=1153
+  _globals['_RESETPREFIXCACHEREPLY']._serialized_end=1196
+  _globals['_SLEEPREQUEST']._serialized_start=1198
+  _globals['_SLEEPREQUEST']._serialized_end=1227
+  _globals['_SLEEPREPLY']._serialized_start=1229
+  _globals['_SLEEPREPLY']._serialized_end=1241
+  _globals['_WAKEUPREQUEST']._serialized_start=1243
+  _globals['_WAKEUPREQUEST']._serialized_end=1258
+  _globals['_WAKEUPREPLY']._serialized_start=1260
+  _globals['_WAKEUPREPLY']._serialized_end=1273
+  _globals['_WORKER']._serialized_start=1498
+  _globals['_WORKER']._serialized_end=2393
 # @@protoc_insertion_point(module_scope)

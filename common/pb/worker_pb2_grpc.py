@@ -44,6 +44,46 @@ class WorkerStub:
                 request_serializer=common_dot_pb_dot_worker__pb2.AbortRequest.SerializeToString,
                 response_deserializer=common_dot_pb_dot_worker__pb2.AbortReply.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/moerelay.v1.Worker/Pause',
+                request_serializer=common_dot_pb_dot_worker__pb2.PauseRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_worker__pb2.PauseReply.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/moerelay.v1.Worker/Resume',
+                request_serializer=common_dot_pb_dot_worker__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_worker__pb2.ResumeReply.FromString,
+                _registered_method=True)
+        self.StageWeights = channel.unary_unary(
+                '/moerelay.v1.Worker/StageWeights',
+                request_serializer=common_dot_pb_dot_worker__pb2.StageWeightsRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_worker__pb2.StageWeightsReply.FromString,
+                _registered_method=True)
+        self.CommitWeights = channel.unary_unary(
+                '/moerelay.v1.Worker/CommitWeights',
+                request_serializer=common_dot_pb_dot_worker__pb2.CommitWeightsRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_worker__pb2.CommitWeightsReply.FromString,
+                _registered_method=True)
+        self.DiscardWeights = channel.unary_unary(
+                '/moerelay.v1.Worker/DiscardWeights',
+                request_serializer=common_dot_pb_dot_worker__pb2.DiscardWeightsRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_worker__pb2.DiscardWeightsReply.FromString,
+                _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/moerelay.v1.Worker/ResetPrefixCache',
+                request_serializer=common_dot_pb_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_worker__pb2.ResetPrefixCacheReply.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/moerelay.v1.Worker/Sleep',
+                request_serializer=common_dot_pb_dot_worker__pb2.SleepRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_worker__pb2.SleepReply.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/moerelay.v1.Worker/WakeUp',
+                request_serializer=common_dot_pb_dot_worker__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_worker__pb2.WakeUpReply.FromString,
+                _registered_method=True)
         self.Metrics = channel.unary_unary(
                 '/moerelay.v1.Worker/Metrics',
                 request_serializer=common_dot_pb_dot_worker__pb2.MetricsRequest.SerializeToString,
@@ -67,7 +107,63 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends one request with finish_reason "abort" and frees what it holds.
+        """Ends one request, or one of its choices, with finish_reason "abort" and frees what it holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Stops serving; see PauseMode. Returns when it is paused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Serves again, and lets frozen sequences go on. Does nothing on a worker that is not paused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StageWeights(self, request, context):
+        """Loads a checkpoint of the same shape beside the weights in use, while serving. Replaces what was staged before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitWeights(self, request, context):
+        """Puts the staged weights to use between two steps; only on a paused worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DiscardWeights(self, request, context):
+        """Forgets what was staged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetPrefixCache(self, request, context):
+        """Forgets every cached prefix.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Gives memory back; only on a paused worker without live requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Takes the memory again; the worker stays paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,6 +195,46 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=common_dot_pb_dot_worker__pb2.AbortRequest.FromString,
                     response_serializer=common_dot_pb_dot_worker__pb2.AbortReply.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=common_dot_pb_dot_worker__pb2.PauseRequest.FromString,
+                    response_serializer=common_dot_pb_dot_worker__pb2.PauseReply.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=common_dot_pb_dot_worker__pb2.ResumeRequest.FromString,
+                    response_serializer=common_dot_pb_dot_worker__pb2.ResumeReply.SerializeToString,
+            ),
+            'StageWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.StageWeights,
+                    request_deserializer=common_dot_pb_dot_worker__pb2.StageWeightsRequest.FromString,
+                    response_serializer=common_dot_pb_dot_worker__pb2.StageWeightsReply.SerializeToString,
+            ),
+            'CommitWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitWeights,
+                    request_deserializer=common_dot_pb_dot_worker__pb2.CommitWeightsRequest.FromString,
+                    response_serializer=common_dot_pb_dot_worker__pb2.CommitWeightsReply.SerializeToString,
+            ),
+            'DiscardWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.DiscardWeights,
+                    request_deserializer=common_dot_pb_dot_worker__pb2.DiscardWeightsRequest.FromString,
+                    response_serializer=common_dot_pb_dot_worker__pb2.DiscardWeightsReply.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=common_dot_pb_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=common_dot_pb_dot_worker__pb2.ResetPrefixCacheReply.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=common_dot_pb_dot_worker__pb2.SleepRequest.FromString,
+                    response_serializer=common_dot_pb_dot_worker__pb2.SleepReply.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=common_dot_pb_dot_worker__pb2.WakeUpRequest.FromString,
+                    response_serializer=common_dot_pb_dot_worker__pb2.WakeUpReply.SerializeToString,
             ),
             'Metrics': grpc.unary_unary_rpc_method_handler(
                     servicer.Metrics,
@@ -165,6 +301,222 @@ class Worker:
             '/moerelay.v1.Worker/Abort',
             common_dot_pb_dot_worker__pb2.AbortRequest.SerializeToString,
             common_dot_pb_dot_worker__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moerelay.v1.Worker/Pause',
+            common_dot_pb_dot_worker__pb2.PauseRequest.SerializeToString,
+            common_dot_pb_dot_worker__pb2.PauseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moerelay.v1.Worker/Resume',
+            common_dot_pb_dot_worker__pb2.ResumeRequest.SerializeToString,
+            common_dot_pb_dot_worker__pb2.ResumeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moerelay.v1.Worker/StageWeights',
+            common_dot_pb_dot_worker__pb2.StageWeightsRequest.SerializeToString,
+            common_dot_pb_dot_worker__pb2.StageWeightsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moerelay.v1.Worker/CommitWeights',
+            common_dot_pb_dot_worker__pb2.CommitWeightsRequest.SerializeToString,
+            common_dot_pb_dot_worker__pb2.CommitWeightsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiscardWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moerelay.v1.Worker/DiscardWeights',
+            common_dot_pb_dot_worker__pb2.DiscardWeightsRequest.SerializeToString,
+            common_dot_pb_dot_worker__pb2.DiscardWeightsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moerelay.v1.Worker/ResetPrefixCache',
+            common_dot_pb_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+            common_dot_pb_dot_worker__pb2.ResetPrefixCacheReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moerelay.v1.Worker/Sleep',
+            common_dot_pb_dot_worker__pb2.SleepRequest.SerializeToString,
+            common_dot_pb_dot_worker__pb2.SleepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moerelay.v1.Worker/WakeUp',
+            common_dot_pb_dot_worker__pb2.WakeUpRequest.SerializeToString,
+            common_dot_pb_dot_worker__pb2.WakeUpReply.FromString,
             options,
             channel_credentials,
             insecure,

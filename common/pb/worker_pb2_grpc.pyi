@@ -34,7 +34,23 @@ class WorkerStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.WorkerStatus]
     """Identity, model and live counts; also the router's heartbeat."""
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]
-    """Ends one request with finish_reason "abort" and frees what it holds."""
+    """Ends one request, or one of its choices, with finish_reason "abort" and frees what it holds."""
+    Pause: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PauseRequest, _worker_pb2.PauseReply]
+    """Stops serving; see PauseMode. Returns when it is paused."""
+    Resume: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResumeRequest, _worker_pb2.ResumeReply]
+    """Serves again, and lets frozen sequences go on. Does nothing on a worker that is not paused."""
+    StageWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StageWeightsRequest, _worker_pb2.StageWeightsReply]
+    """Loads a checkpoint of the same shape beside the weights in use, while serving. Replaces what was staged before."""
+    CommitWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CommitWeightsRequest, _worker_pb2.CommitWeightsReply]
+    """Puts the staged weights to use between two steps; only on a paused worker."""
+    DiscardWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DiscardWeightsRequest, _worker_pb2.DiscardWeightsReply]
+    """Forgets what was staged."""
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheReply]
+    """Forgets every cached prefix."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SleepRequest, _worker_pb2.SleepReply]
+    """Gives memory back; only on a paused worker without live requests."""
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WakeUpRequest, _worker_pb2.WakeUpReply]
+    """Takes the memory again; the worker stays paused."""
     Metrics: _grpc.UnaryUnaryMultiCallable[_worker_pb2.MetricsRequest, _worker_pb2.MetricsReply]
     """Prometheus text exposition of this process."""
     CheckInvariants: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CheckInvariantsRequest, _worker_pb2.CheckInvariantsReply]
@@ -46,7 +62,23 @@ class WorkerAsyncStub(WorkerStub):
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     """Identity, model and live counts; also the router's heartbeat."""
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]  # type: ignore[assignment]
-    """Ends one request with finish_reason "abort" and frees what it holds."""
+    """Ends one request, or one of its choices, with finish_reason "abort" and frees what it holds."""
+    Pause: _aio.UnaryUnaryMultiCallable[_worker_pb2.PauseRequest, _worker_pb2.PauseReply]  # type: ignore[assignment]
+    """Stops serving; see PauseMode. Returns when it is paused."""
+    Resume: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResumeRequest, _worker_pb2.ResumeReply]  # type: ignore[assignment]
+    """Serves again, and lets frozen sequences go on. Does nothing on a worker that is not paused."""
+    StageWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.StageWeightsRequest, _worker_pb2.StageWeightsReply]  # type: ignore[assignment]
+    """Loads a checkpoint of the same shape beside the weights in use, while serving. Replaces what was staged before."""
+    CommitWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.CommitWeightsRequest, _worker_pb2.CommitWeightsReply]  # type: ignore[assignment]
+    """Puts the staged weights to use between two steps; only on a paused worker."""
+    DiscardWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.DiscardWeightsRequest, _worker_pb2.DiscardWeightsReply]  # type: ignore[assignment]
+    """Forgets what was staged."""
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheReply]  # type: ignore[assignment]
+    """Forgets every cached prefix."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_worker_pb2.SleepRequest, _worker_pb2.SleepReply]  # type: ignore[assignment]
+    """Gives memory back; only on a paused worker without live requests."""
+    WakeUp: _aio.UnaryUnaryMultiCallable[_worker_pb2.WakeUpRequest, _worker_pb2.WakeUpReply]  # type: ignore[assignment]
+    """Takes the memory again; the worker stays paused."""
     Metrics: _aio.UnaryUnaryMultiCallable[_worker_pb2.MetricsRequest, _worker_pb2.MetricsReply]  # type: ignore[assignment]
     """Prometheus text exposition of this process."""
     CheckInvariants: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckInvariantsRequest, _worker_pb2.CheckInvariantsReply]  # type: ignore[assignment]
@@ -67,7 +99,71 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AbortReply, _abc.Awaitable[_worker_pb2.AbortReply]]:
-        """Ends one request with finish_reason "abort" and frees what it holds."""
+        """Ends one request, or one of its choices, with finish_reason "abort" and frees what it holds."""
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _worker_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PauseReply, _abc.Awaitable[_worker_pb2.PauseReply]]:
+        """Stops serving; see PauseMode. Returns when it is paused."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _worker_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ResumeReply, _abc.Awaitable[_worker_pb2.ResumeReply]]:
+        """Serves again, and lets frozen sequences go on. Does nothing on a worker that is not paused."""
+
+    @_abc_1.abstractmethod
+    def StageWeights(
+        self,
+        request: _worker_pb2.StageWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StageWeightsReply, _abc.Awaitable[_worker_pb2.StageWeightsReply]]:
+        """Loads a checkpoint of the same shape beside the weights in use, while serving. Replaces what was staged before."""
+
+    @_abc_1.abstractmethod
+    def CommitWeights(
+        self,
+        request: _worker_pb2.CommitWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CommitWeightsReply, _abc.Awaitable[_worker_pb2.CommitWeightsReply]]:
+        """Puts the staged weights to use between two steps; only on a paused worker."""
+
+    @_abc_1.abstractmethod
+    def DiscardWeights(
+        self,
+        request: _worker_pb2.DiscardWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DiscardWeightsReply, _abc.Awaitable[_worker_pb2.DiscardWeightsReply]]:
+        """Forgets what was staged."""
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _worker_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ResetPrefixCacheReply, _abc.Awaitable[_worker_pb2.ResetPrefixCacheReply]]:
+        """Forgets every cached prefix."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _worker_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SleepReply, _abc.Awaitable[_worker_pb2.SleepReply]]:
+        """Gives memory back; only on a paused worker without live requests."""
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _worker_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.WakeUpReply, _abc.Awaitable[_worker_pb2.WakeUpReply]]:
+        """Takes the memory again; the worker stays paused."""
 
     @_abc_1.abstractmethod
     def Metrics(

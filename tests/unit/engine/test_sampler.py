@@ -43,7 +43,7 @@ def expected_token(logits: list[float], params: SamplingParams, position: int) -
             break
         mass += weights[token]
         kept.append(token)
-    target, below = expected_uniform(params.seed, params.choice, position) * mass, 0.0
+    target, below = expected_uniform(params.seed, 0, position) * mass, 0.0
     for token in sorted(kept):
         below += weights[token]
         if target < below:
