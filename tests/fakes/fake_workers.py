@@ -27,6 +27,7 @@ from common.pb import (
 )
 from common.rpc import PROTOCOL_VERSION, ErrorInterceptor, channel_options
 from common.sampling import finish_after
+from tests.fakes.fake_control import FakeControl
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -96,10 +97,11 @@ class Script:
         self.prefill_go.set()
 
 
-class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
+class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
     """One worker of any role. Records what it was asked and how calls ended."""
 
     def __init__(self, worker_id: str, role: types_pb2.Role.ValueType, script: Script) -> None:
+        super().__init__()
         self.worker_id = worker_id
         self.role = role
         self.script = script
@@ -113,7 +115,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
         self.num_chunks = 0
         #: Ids whose call was cancelled from outside.
         self.cancelled: list[str] = []
-        self.live: dict[str, asyncio.Event] = {}
         #: While clear, heartbeats get no answer.
         self.answers = asyncio.Event()
         self.answers.set()
@@ -129,9 +130,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
             address=self.address,
             exact=True,
             draining=self.draining,
-            model=self.script.model,
+            model=self.described(self.script.model),
             load=worker_pb2.WorkerLoad(running=len(self.live), kv_blocks_used=3, kv_blocks_total=64),
             protocol_version=self.protocol_version,
+            pause=self.pause_state,
+            sleep_level=self.sleep_level,
+            staged_version=self.staged_version,
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortReply:
@@ -147,6 +151,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
     async def Generate(  # type: ignore[override]  # a coroutine that writes to its context
         self, request: decode_pb2.GenerateRequest, context: Context
     ) -> None:
+        self.refuse_when_paused()
         self.decode_requests.append(request)
         async with self._serving(request.request_id) as aborted:
             if request.prefill_site == decode_pb2.PREFILL_SITE_REMOTE:
@@ -155,6 +160,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
                 await context.write(decode_pb2.GenerateEvent(lease=lease))
             for num_sent, chunk in enumerate(_chunks(request, self.script)):
                 await self._hold(num_sent, aborted)
+                await either(self.thawed, aborted)
                 if aborted.is_set():
                     await context.write(_event(finish_reason=types_pb2.FINISH_REASON_ABORT))
                     return
@@ -178,6 +184,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
         self, request: worker_pb2.CheckInvariantsRequest, context: Context
     ) -> worker_pb2.CheckInvariantsReply:
         return worker_pb2.CheckInvariantsReply()
+
+    def changed(self) -> None:
+        self._tell()
+
+    async def wait_idle(self) -> None:
+        await self.wait_until(lambda: not self.live)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Returns once `condition` holds; it is looked at whenever a call starts, advances or ends."""
@@ -208,12 +220,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer, decode_pb2_grpc.DecodeServicer,
     async def _hold(self, num_sent: int, aborted: asyncio.Event) -> None:
         if self.script.hold_after is None or num_sent < self.script.hold_after:
             return
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.script.release, aborted)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await either(self.script.release, aborted)
+
+
+async def either(*events: asyncio.Event) -> None:
+    """Returns once one of them is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 @dataclass(frozen=True)
