@@ -157,16 +157,16 @@ class EngineCore:
 
     def _compute(self, batch: ScheduledBatch) -> list[SampledToken | MoerelayError]:
         """Runs the model; one result per chunk that samples, in order."""
-        logits_NV = self._runner.execute([_as_chunk(c) for c in batch.chunks])
+        output = self._runner.execute([_as_chunk(c) for c in batch.chunks])
         specs = [self._spec(c.sequence) for c in batch.chunks if c.samples]
-        return sample(logits_NV, specs) if specs else []
+        return sample(output.logits_NV, specs) if specs else []
 
     def _spec(self, sequence: SequenceState) -> SampleSpec:
         return SampleSpec.of(
             sequence.request.sampling,
             self._eos_token_ids,
+            token_ids=sequence.token_ids,
             num_prompt=sequence.num_prompt,
-            num_generated=sequence.num_generated,
         )
 
     def _advance(self, batch: ScheduledBatch, results: Iterable[SampledToken | MoerelayError]) -> None:

@@ -1,10 +1,11 @@
 """What goes into the engine and what comes out of it: plain records, no threads and no sockets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
+from common.engine.grammar import GrammarMatcher
 from common.errors import MoerelayError
 from common.kv.pool import BlockId
 from common.prompt_logprobs import PromptLogprobs
@@ -36,6 +37,8 @@ class EngineRequest:
     work: Work = Work.WHOLE
     #: Lower is admitted first; equal ones in order of arrival.
     priority: int = 0
+    #: Compiled from `sampling.grammar`, nothing accepted yet; every choice gets a fork.
+    matcher: GrammarMatcher | None = field(default=None, compare=False)
 
     @property
     def num_slots(self) -> int:

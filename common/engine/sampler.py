@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.grammar import GrammarMatcher
 from common.errors import InternalError, InvalidRequestError, MoerelayError
+from common.model.scores import best_first
 from common.sampling import SampledToken, SamplingParams, TokenLogprob
 
 LogitsRow = npt.NDArray[np.float32]
@@ -29,9 +31,17 @@ class SampleSpec:
 
     params: SamplingParams
     choice: int
+    #: Absolute position of the token.
     position: int
-    #: Ids that must not be sampled now.
+    #: Stop and end-of-sequence ids that must not be sampled yet.
     banned: frozenset[int]
+    #: The prompt, then what was generated so far.
+    token_ids: Sequence[int]
+    num_prompt: int
+    #: Stands where the next token goes; None when the output is free. Sampling does not move it.
+    matcher: GrammarMatcher | None = None
+    #: Label of the weights that the logits come from.
+    weight_version: str = ""
 
     @classmethod
     def of(
@@ -39,20 +49,26 @@ class SampleSpec:
         params: SamplingParams,
         eos_token_ids: frozenset[int],
         *,
-        choice: int = 0,
+        token_ids: Sequence[int],
         num_prompt: int,
-        num_generated: int,
+        choice: int = 0,
+        matcher: GrammarMatcher | None = None,
+        weight_version: str = "",
     ) -> "SampleSpec":
-        """The spec of the token after `num_generated` tokens.
+        """The spec of the token after `token_ids`, which is read and neither kept beyond the step nor changed.
 
         As in vLLM, the first `min_tokens` tokens are neither stop ids nor end-of-sequence ids, `ignore_eos` or not.
         """
-        early = num_generated < params.min_tokens
+        early = len(token_ids) - num_prompt < params.min_tokens
         return cls(
             params=params,
             choice=choice,
-            position=num_prompt + num_generated,
+            position=len(token_ids),
             banned=params.stop_token_ids | eos_token_ids if early else frozenset(),
+            token_ids=token_ids,
+            num_prompt=num_prompt,
+            matcher=matcher,
+            weight_version=weight_version,
         )
 
 
@@ -155,15 +171,6 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (raw >> 11) * 2.0**-53
 
 
-def best_first(values_V: LogitsRow, count: int) -> TokenIds:
-    """The ids of the `count` largest values, by (value descending, id ascending). No NaN."""
-    if count >= len(values_V):
-        return np.argsort(-values_V, kind="stable")
-    threshold = np.partition(values_V, len(values_V) - count)[len(values_V) - count]
-    ids = np.flatnonzero(values_V >= threshold)  # more than `count` when several equal the threshold
-    return ids[np.argsort(-values_V[ids], kind="stable")][:count]
-
-
 def _logprobs(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> dict[int, LogitsRow]:
     """fp32 log-softmax of the raw logits, for the rows that ask for logprobs."""
     rows = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
@@ -175,12 +182,13 @@ def _logprobs(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> dict[int,
 
 def _describe(token_id: int, spec: SampleSpec, logprobs_V: LogitsRow | None) -> SampledToken:
     if logprobs_V is None:
-        return SampledToken(token_id)
+        return SampledToken(token_id, weight_version=spec.weight_version)
     top = best_first(logprobs_V, spec.params.logprobs) if spec.params.logprobs else ()
     return SampledToken(
         token_id=token_id,
         logprob=_token_logprob(token_id, logprobs_V),
         top=tuple(_token_logprob(int(i), logprobs_V) for i in top),
+        weight_version=spec.weight_version,
     )
 
 

@@ -3,52 +3,93 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from common.engine.grammar import GrammarMatcher
 from common.engine.sampler import SampleSpec, sample
 from common.errors import InvalidRequestError, MoerelayError
 from common.kv.pool import NULL_BLOCK, BlockId
 from common.kv.store import KVStore, slots_of
-from common.model.batch import Chunk, Runner
+from common.model.batch import Chunk, Runner, StepOutput
+from common.prompt_logprobs import PromptLogprobs, empty
 from common.routing.record import RoutingArray
 from common.sampling import Finish, SampledToken, SamplingParams, finish_after
 
 
 @dataclass(frozen=True, slots=True)
 class SoloResult:
-    """What every way of serving the request must return, bit for bit. `rows_TLK` is None when routing is off."""
+    """What every way of serving the request must return, bit for bit.
+
+    `rows_TLK` is None when routing is off. `prompt_logprobs` has one row per prompt position, zeros for the first;
+    None when they were not asked for.
+    """
 
     tokens: tuple[SampledToken, ...]
     rows_TLK: RoutingArray | None
     finish: Finish
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class SoloRunner:
     """Runs requests one after the other in a store that nobody else uses."""
 
-    def __init__(self, runner: Runner, store: KVStore, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, runner: Runner, store: KVStore, eos_token_ids: frozenset[int], *, weight_version: str = ""
+    ) -> None:
         self._runner = runner
         self._store = store
         self._eos_token_ids = eos_token_ids
+        self._weight_version = weight_version
 
-    def run(self, prompt: Sequence[int], sampling: SamplingParams, routing_start: int | None = 0) -> SoloResult:
+    def run(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        routing_start: int | None = 0,
+        *,
+        choice: int = 0,
+        matcher: GrammarMatcher | None = None,
+    ) -> SoloResult:
         """Generates one choice.
 
+        Args:
+            choice: its index among the `n` of the request.
+            matcher: compiled from `sampling.grammar`; stays as it is.
+
         Raises:
-            InvalidRequestError: the store has too few blocks.
+            InvalidRequestError: the store has too few blocks, or the parameters leave no token to choose from.
             MoerelayError: the logits are not finite, or a row is missing.
         """
+        assert (matcher is None) == (sampling.grammar is None), "a grammar comes with its matcher"
+        matcher = None if matcher is None else matcher.fork()
         blocks = self._take_blocks(len(prompt) + sampling.max_tokens - 1)
+        wants_rows = routing_start is not None
+        output = self._runner.execute([_prompt_chunk(prompt, sampling, blocks, wants_rows)])
+        prompt_logprobs = _prompt_logprobs(output, sampling)
         tokens: list[SampledToken] = []
-        pending, start, finish = list(prompt), 0, None
-        while finish is None:
-            chunk = Chunk(pending, start, blocks, wants_logits=True, wants_rows=routing_start is not None)
-            token = self._sample(chunk, sampling, num_prompt=len(prompt), num_generated=len(tokens))
-            tokens.append(token)
-            finish = finish_after(sampling, self._eos_token_ids, token.token_id, len(tokens))
-            pending, start = [token.token_id], chunk.end
+        history = list(prompt)
+        while True:
+            spec = SampleSpec.of(
+                sampling,
+                self._eos_token_ids,
+                token_ids=history,
+                num_prompt=len(prompt),
+                choice=choice,
+                matcher=matcher,
+                weight_version=self._weight_version,
+            )
+            tokens.append(_sample(output, spec))
+            finish = finish_after(sampling, self._eos_token_ids, tokens[-1].token_id, len(tokens))
+            if finish is not None:
+                break
+            end = len(history)
+            history.append(tokens[-1].token_id)
+            output = self._runner.execute([Chunk(history[end:], end, blocks, wants_logits=True, wants_rows=wants_rows)])
         rows_TLK = None
         if routing_start is not None:
-            rows_TLK = self._store.read_rows(slots_of(blocks, routing_start, start, self._store.layout.block_size))
-        return SoloResult(tuple(tokens), rows_TLK, finish)
+            slots = slots_of(blocks, routing_start, len(history), self._store.layout.block_size)
+            rows_TLK = self._store.read_rows(slots)
+        return SoloResult(tuple(tokens), rows_TLK, finish, prompt_logprobs)
 
     def _take_blocks(self, num_slots: int) -> list[BlockId]:
         """The first blocks of the store, blank."""
@@ -63,9 +104,35 @@ class SoloRunner:
         self._store.clear_blocks(blocks)
         return blocks
 
-    def _sample(self, chunk: Chunk, sampling: SamplingParams, *, num_prompt: int, num_generated: int) -> SampledToken:
-        spec = SampleSpec.of(sampling, self._eos_token_ids, num_prompt=num_prompt, num_generated=num_generated)
-        [result] = sample(self._runner.execute([chunk]), [spec])
-        if isinstance(result, MoerelayError):
-            raise result
-        return result
+
+def _prompt_chunk(
+    prompt: Sequence[int], sampling: SamplingParams, blocks: Sequence[BlockId], wants_rows: bool
+) -> Chunk:
+    """The whole prompt at once."""
+    if sampling.prompt_logprobs is None:
+        return Chunk(prompt, 0, blocks, wants_logits=True, wants_rows=wants_rows)
+    return Chunk(
+        prompt,
+        0,
+        blocks,
+        wants_logits=True,
+        wants_rows=wants_rows,
+        score_targets=prompt[1:],
+        num_top=sampling.prompt_logprobs,
+    )
+
+
+def _prompt_logprobs(output: StepOutput, sampling: SamplingParams) -> PromptLogprobs | None:
+    if sampling.prompt_logprobs is None:
+        return None
+    return PromptLogprobs(np.concatenate([empty(1, sampling.prompt_logprobs), *output.scores]))
+
+
+def _sample(output: StepOutput, spec: SampleSpec) -> SampledToken:
+    """The next token; its grammar moves on."""
+    [result] = sample(output.logits_NV, [spec])
+    if isinstance(result, MoerelayError):
+        raise result
+    if spec.matcher is not None:
+        spec.matcher.accept(result.token_id)
+    return result

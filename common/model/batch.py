@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from common.kv.pool import BlockId
+from common.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,28 @@ class Chunk:
     wants_logits: bool
     #: Routing rows of these positions are to be stored.
     wants_rows: bool
+    #: Ids whose log probabilities are wanted, given the logits at positions start, start + 1, …: the prompt's own
+    #: tokens at start + 1, start + 2, …; at most as many as the chunk has tokens, one fewer when it ends the prompt.
+    score_targets: Sequence[int] = ()
+    #: The most likely ids told beside each of them.
+    num_top: int = 0
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one batch gives."""
+
+    #: fp32 [number of chunks with wants_logits, vocab_size], in the order of those chunks.
+    logits_NV: torch.Tensor
+    #: [len(score_targets), 1 + num_top] per chunk with score_targets, in the order of those chunks.
+    scores: tuple[PromptLogprobs, ...] = ()
+
+
 class Runner(Protocol):
     """Computes one batch; writes KV and routing rows of every position into the store."""
 
-    def execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """fp32 logits [number of chunks with wants_logits, vocab_size], in the order of those chunks."""
-        ...
+    def execute(self, chunks: Sequence[Chunk]) -> StepOutput: ...

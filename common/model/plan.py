@@ -26,6 +26,8 @@ class ForwardPlan:
     groups: dict[int | None, list[QueryGroup]]
     #: Rows of the batch whose logits are wanted, in the order of the chunks as they were given.
     logits_N: torch.Tensor
+    #: The batch row of each chunk's first token, in the order of the chunks as they were given.
+    first_rows: list[int]
     #: Rows of the batch, and their slots, whose routing is to be stored.
     routed_tokens: SlotArray
     routed_slots: SlotArray
@@ -40,7 +42,7 @@ def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore) -
     slots = [slots_of(chunk.blocks, chunk.start, chunk.end, store.layout.block_size) for chunk in ordered]
     tokens_of = [np.arange(end - len(chunk.token_ids), end) for chunk, end in zip(ordered, ends, strict=True)]
     routed = [i for i, chunk in enumerate(ordered) if chunk.wants_rows]
-    last_token = {original: int(end) - 1 for original, end in zip(order, ends, strict=True)}
+    end_row = {original: int(end) for original, end in zip(order, ends, strict=True)}
     device = store.kv_L2SGD.device
     return ForwardPlan(
         token_ids_T=_tensor(np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in ordered]), device),
@@ -50,7 +52,8 @@ def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore) -
             window: plan_groups(ordered, config.num_heads, window, store.layout, store.kv_L2SGD.shape[2], device)
             for window in set(config.sliding_windows)
         },
-        logits_N=torch.tensor([last_token[i] for i, c in enumerate(chunks) if c.wants_logits], device=device).long(),
+        logits_N=torch.tensor([end_row[i] - 1 for i, c in enumerate(chunks) if c.wants_logits], device=device).long(),
+        first_rows=[end_row[i] - len(c.token_ids) for i, c in enumerate(chunks)],
         routed_tokens=_joined([tokens_of[i] for i in routed]),
         routed_slots=_joined([slots[i] for i in routed]),
     )

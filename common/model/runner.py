@@ -1,14 +1,20 @@
-"""Runs the decoder on the engine's batches: plan, forward, store routing rows, return logits."""
+"""Runs the decoder on the engine's batches: plan, forward, store routing rows, return logits and scores."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from common.kv.store import KVStore
-from common.model.batch import Chunk
+from common.model.batch import Chunk, StepOutput
 from common.model.decoder import MoeDecoder
 from common.model.plan import ForwardPlan, plan_forward
+from common.model.scores import score
+from common.prompt_logprobs import PromptLogprobs
 from common.routing.capture import RoutingCapture
+
+#: Rows whose logits are in memory at once when prompt tokens are scored: with 150,000 ids and fp32, 40 MB.
+SCORED_AT_ONCE = 64
 
 
 class ModelRunner:
@@ -20,16 +26,28 @@ class ModelRunner:
         self._store = store
 
     @torch.inference_mode()
-    def execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """See `Runner.execute`. Nothing is captured when no chunk wants rows. An empty batch is legal."""
+    def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
+        """See `Runner`. Nothing is captured when no chunk wants rows. An empty batch is legal."""
         if not chunks:
-            return torch.empty(0, self._decoder.config.vocab_size, device=self._decoder.device)
+            return StepOutput(torch.empty(0, self._decoder.config.vocab_size, device=self._decoder.device))
         plan = plan_forward(chunks, self._decoder.config, self._store)
         capture = self._new_capture(plan)
         x_TH = self._decoder.forward(plan, self._store.kv_L2SGD, capture)
         if capture is not None:
             self._store.write_rows(plan.routed_slots, capture.take()[plan.routed_tokens])
-        return self._decoder.logits(x_TH[plan.logits_N])
+        scored = zip(chunks, plan.first_rows, strict=True)
+        scores = tuple(self._score(x_TH[row:], chunk) for chunk, row in scored if chunk.score_targets)
+        return StepOutput(self._decoder.logits(x_TH[plan.logits_N]), scores)
+
+    def _score(self, x_TH: torch.Tensor, chunk: Chunk) -> PromptLogprobs:
+        """Scores of one chunk, whose hidden states `x_TH` begins with."""
+        targets = chunk.score_targets
+        assert len(targets) <= len(chunk.token_ids), "a chunk has more score_targets than tokens"
+        parts = []
+        for begin in range(0, len(targets), SCORED_AT_ONCE):
+            end = min(begin + SCORED_AT_ONCE, len(targets))
+            parts.append(score(self._decoder.logits(x_TH[begin:end]), targets[begin:end], chunk.num_top))
+        return PromptLogprobs(np.concatenate(parts))
 
     def _new_capture(self, plan: ForwardPlan) -> RoutingCapture | None:
         if not len(plan.routed_tokens):

@@ -5,11 +5,16 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from common.kv.store import KVLayout, KVStore, slots_of
-from common.model.batch import Chunk
+from common.model.batch import Chunk, StepOutput
+from common.model.scores import score
+from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray, RoutingLayout
+
+Logits = npt.NDArray[np.float32]
 
 VOCAB_SIZE = 50
 EOS_TOKEN_ID = 2
@@ -43,26 +48,40 @@ class FakeRunner:
         self.gate.set()
         self.entered = threading.Event()
 
-    def execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
         self.batches.append(tuple(chunks))
         self.entered.set()
         assert self.gate.wait(timeout=30)
         if self.fails_on(chunks):
             raise RuntimeError("the device is on fire")
-        logits_NV = [row for chunk in chunks if (row := self._forward(chunk)) is not None]
-        return torch.from_numpy(np.stack(logits_NV)) if logits_NV else torch.empty(0, VOCAB_SIZE)
+        hashes = [self._forward(chunk) for chunk in chunks]
+        pairs = list(zip(chunks, hashes, strict=True))
+        logits_NV = [self._logits_after(chunk, values[-1]) for chunk, values in pairs if chunk.wants_logits]
+        scores = tuple(_scores(chunk, values) for chunk, values in pairs if chunk.score_targets)
+        return StepOutput(torch.from_numpy(np.stack(logits_NV)) if logits_NV else torch.empty(0, VOCAB_SIZE), scores)
 
-    def _forward(self, chunk: Chunk) -> np.ndarray[tuple[int], np.dtype[np.float32]] | None:
+    def _forward(self, chunk: Chunk) -> list[int]:
+        """Stores KV and rows; one hash per position of the chunk."""
         slots = slots_of(chunk.blocks, 0, chunk.end, self._store.layout.block_size)
         self._store.write_kv(slots[chunk.start :], _kv_of(chunk))
         hashes = _prefix_hashes(self._store.read_kv(slots))
         if chunk.wants_rows:
             kept = [i for i in range(chunk.start, chunk.end) if not self.lost_rows(chunk, i)]
             self._store.write_rows(slots[kept], rows_of([hashes[i] for i in kept]))
-        if not chunk.wants_logits:
-            return None
-        logits_V = np.random.default_rng(hashes[-1]).standard_normal(VOCAB_SIZE, np.float32)
-        return logits_V * np.float32(np.nan) if self.nan_after(chunk) else logits_V
+        return hashes[chunk.start :]
+
+    def _logits_after(self, chunk: Chunk, value: int) -> Logits:
+        return logits_of(value) * np.float32(np.nan) if self.nan_after(chunk) else logits_of(value)
+
+
+def logits_of(value: int) -> Logits:
+    """The logits [V] at a position with this hash."""
+    return np.random.default_rng(value).standard_normal(VOCAB_SIZE, np.float32)
+
+
+def _scores(chunk: Chunk, hashes: Sequence[int]) -> PromptLogprobs:
+    rows = [logits_of(value) for value in hashes[: len(chunk.score_targets)]]
+    return score(torch.from_numpy(np.stack(rows)), chunk.score_targets, chunk.num_top)
 
 
 def _kv_of(chunk: Chunk) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.sampler import SampleSpec, best_first, sample, uniform
+from common.engine.sampler import SampleSpec, sample, uniform
 from common.errors import InternalError, InvalidRequestError
+from common.model.scores import best_first
 from common.sampling import SampledToken, SamplingParams
 
 SIXTY_FOUR = 2**64 - 1
@@ -51,8 +52,13 @@ def expected_token(logits: list[float], params: SamplingParams, position: int) -
     raise AssertionError("the target lies below the total")
 
 
+def spec_at(params: SamplingParams, position: int, banned: frozenset[int] = frozenset()) -> SampleSpec:
+    """Nothing but a position comes before the token."""
+    return SampleSpec(params, 0, position, banned, token_ids=(), num_prompt=0)
+
+
 def draw(logits: list[float], params: SamplingParams, position: int = 0) -> SampledToken:
-    [result] = sample(torch.tensor([logits]), [SampleSpec(params, position, frozenset())])
+    [result] = sample(torch.tensor([logits]), [spec_at(params, position)])
     assert isinstance(result, SampledToken)
     return result
 
@@ -60,7 +66,7 @@ def draw(logits: list[float], params: SamplingParams, position: int = 0) -> Samp
 def support(logits: list[float], params: SamplingParams) -> set[int]:
     """Every token that 500 positions bring."""
     rows = torch.tensor([logits]).expand(500, -1)
-    results = sample(rows, [SampleSpec(params, position, frozenset()) for position in range(500)])
+    results = sample(rows, [spec_at(params, position) for position in range(500)])
     return {r.token_id for r in results if isinstance(r, SampledToken)}
 
 
@@ -111,7 +117,7 @@ def test_draws_equal_the_plain_computation(
 def test_frequencies_follow_the_softmax() -> None:
     probabilities = [0.5, 0.25, 0.15, 0.1]
     rows = torch.tensor([of_probabilities(*probabilities)]).expand(5_000, -1)
-    results = sample(rows, [SampleSpec(SamplingParams(1, seed=7), i, frozenset()) for i in range(5_000)])
+    results = sample(rows, [spec_at(SamplingParams(1, seed=7), i) for i in range(5_000)])
     counts = Counter(r.token_id for r in results if isinstance(r, SampledToken))
     chi_squared = sum((counts[i] - 5_000 * p) ** 2 / (5_000 * p) for i, p in enumerate(probabilities))
     assert chi_squared < 16.27  # 99.9 % quantile, three degrees of freedom
@@ -168,7 +174,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         SamplingParams(1, seed=-4, top_p=0.8, top_k=50),
         SamplingParams(1, temperature=0.7, min_p=0.1, logit_bias={9: 5.0}, logprobs=5),
     ]
-    specs = [SampleSpec(kinds[i % 4], i, frozenset({1, 2}) if i % 3 else frozenset()) for i in range(40)]
+    specs = [spec_at(kinds[i % 4], i, frozenset({1, 2}) if i % 3 else frozenset()) for i in range(40)]
     together = sample(logits_NV, specs)
     alone = [sample(logits_NV[i : i + 1].clone(), [spec])[0] for i, spec in enumerate(specs)]
     assert together == alone
@@ -176,14 +182,14 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 def test_the_logits_are_left_as_they_were() -> None:
     logits_NV = torch.tensor([[1.0, 2.0, 3.0]])
-    sample(logits_NV, [SampleSpec(SamplingParams(1, logit_bias={0: 9.0}), 0, frozenset({1}))])
+    sample(logits_NV, [spec_at(SamplingParams(1, logit_bias={0: 9.0}), 0, frozenset({1}))])
     assert logits_NV.tolist() == [[1.0, 2.0, 3.0]]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_fail_their_row_only(bad: float) -> None:
-    greedy = SampleSpec(SamplingParams(1, temperature=0), 0, frozenset())
-    random = SampleSpec(SamplingParams(1, seed=5), 0, frozenset())
+    greedy = spec_at(SamplingParams(1, temperature=0), 0)
+    random = spec_at(SamplingParams(1, seed=5), 0)
     results = sample(torch.tensor([[1.0, bad], [1.0, 0.0], [bad, 1.0]]), [greedy, greedy, random])
     assert [type(r) for r in results] == [InternalError, SampledToken, InternalError]
 
@@ -193,22 +199,22 @@ def test_logits_that_are_not_finite_fail_their_row_only(bad: float) -> None:
 
 def test_stop_and_eos_ids_are_banned_until_min_tokens_were_generated() -> None:
     params = SamplingParams(9, min_tokens=2, stop_token_ids=frozenset({5}), ignore_eos=True)
-    banned = [SampleSpec.of(params, frozenset({2}), num_prompt=4, num_generated=n).banned for n in range(4)]
-    assert banned == [{2, 5}, {2, 5}, set(), set()]
-    assert SampleSpec.of(params, frozenset({2}), num_prompt=4, num_generated=3).position == 7
+    specs = [SampleSpec.of(params, frozenset({2}), token_ids=range(4 + n), num_prompt=4) for n in range(4)]
+    assert [spec.banned for spec in specs] == [{2, 5}, {2, 5}, set(), set()]
+    assert [spec.position for spec in specs] == [4, 5, 6, 7]
 
 
 def test_banned_ids_are_never_drawn() -> None:
-    spec = SampleSpec(SamplingParams(1, temperature=0, logit_bias={1: 50.0}), 0, frozenset({1, 9_999}))
+    spec = spec_at(SamplingParams(1, temperature=0, logit_bias={1: 50.0}), 0, frozenset({1, 9_999}))
     [greedy] = sample(torch.tensor([[0.0, 9.0, 1.0]]), [spec])
     assert greedy == SampledToken(2)
-    specs = [SampleSpec(SamplingParams(1), i, frozenset({1})) for i in range(200)]
+    specs = [spec_at(SamplingParams(1), i, frozenset({1})) for i in range(200)]
     drawn = sample(torch.tensor([[0.0, 3.0, 0.0]]).expand(200, -1), specs)
     assert {r.token_id for r in drawn if isinstance(r, SampledToken)} == {0, 2}
 
 
 def test_a_row_with_everything_banned_is_refused() -> None:
-    spec = SampleSpec(SamplingParams(1), 0, frozenset({0, 1}))
+    spec = spec_at(SamplingParams(1), 0, frozenset({0, 1}))
     [result] = sample(torch.tensor([[0.0, 3.0]]), [spec])
     assert isinstance(result, InvalidRequestError)
 
@@ -228,7 +234,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 def test_logprobs_equal_torchs_log_softmax_bit_for_bit() -> None:
     logits_NV = torch.from_numpy(np.random.default_rng(5).standard_normal((3, 1000), np.float32))
-    specs = [SampleSpec(SamplingParams(1, temperature=0, logprobs=0), 0, frozenset())] * 3
+    specs = [spec_at(SamplingParams(1, temperature=0, logprobs=0), 0)] * 3
     want = torch.log_softmax(logits_NV, dim=-1).max(dim=1).values.tolist()
     got = [r.logprob.logprob for r in sample(logits_NV, specs) if isinstance(r, SampledToken) and r.logprob]
     assert got == want

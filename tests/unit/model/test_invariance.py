@@ -71,7 +71,7 @@ def test_a_chunked_prompt_equals_a_whole_one(decoder: MoeDecoder, size: int) -> 
     harness = Harness(decoder, seed=size)
     sequence = _Sequence(harness, tokens)
     while not sequence.is_done:
-        logits = harness.runner.execute([sequence.next_chunk(size)])
+        logits = harness.runner.execute([sequence.next_chunk(size)]).logits_NV
         assert torch.equal(logits[0], expected.logits[sequence.done - 1])
     sequence.assert_stored(expected)
 
@@ -86,7 +86,7 @@ def test_a_random_schedule_of_many_sequences_equals_their_solo_runs(decoder: Moe
         # Each in turn gets a long chunk; the last steps are decode steps over one, two and three tiles of keys.
         sizes = [s.left - 12 if step == i else int(random.choice([0, 1, 1, 1, 3])) for i, s in enumerate(sequences)]
         active = [i for i, size in enumerate(sizes) if size > 0 and not sequences[i].is_done]
-        logits = harness.runner.execute([sequences[i].next_chunk(sizes[i]) for i in active])
+        logits = harness.runner.execute([sequences[i].next_chunk(sizes[i]) for i in active]).logits_NV
         for i, row in zip(active, logits, strict=True):
             assert torch.equal(row, expected[i].logits[sequences[i].done - 1]), f"step {step}, sequence {i}"
     for sequence, solo in zip(sequences, expected, strict=True):
@@ -102,7 +102,7 @@ def test_the_number_of_threads_does_not_matter(decoder: MoeDecoder, threads: int
     harness = Harness(decoder)
     sequence = _Sequence(harness, tokens)
     for size in (200, 1, 68, 1):
-        logits = harness.runner.execute([sequence.next_chunk(size)])
+        logits = harness.runner.execute([sequence.next_chunk(size)]).logits_NV
         assert torch.equal(logits[0], expected.logits[sequence.done - 1])
     sequence.assert_stored(expected)
 
@@ -121,11 +121,11 @@ def test_logits_come_in_the_order_of_the_chunks_that_want_them(decoder: MoeDecod
     sequences = [_random_tokens(decoder, length, seed=length) for length in (30, 1, 50)]
     harness = Harness(decoder)
     chunks = [chunk(tokens, 0, harness.blocks_for(len(tokens))) for tokens in sequences]
-    logits = harness.runner.execute(chunks)
+    logits = harness.runner.execute(chunks).logits_NV
     assert logits.dtype == torch.float32
     for row, tokens in zip(logits, sequences, strict=True):
         assert torch.equal(row, solo_run(decoder, tokens).logits[-1])
 
 
 def test_an_empty_batch_has_no_logits(decoder: MoeDecoder) -> None:
-    assert Harness(decoder).runner.execute([]).shape == (0, decoder.config.vocab_size)
+    assert Harness(decoder).runner.execute([]).logits_NV.shape == (0, decoder.config.vocab_size)
