@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +25,8 @@ MAX_OUTSTANDING_BATCHES = 8
 
 #: Longer than any step on the slowest supported machine.
 CHECK_TIMEOUT_S = 30.0
+
+ResultT = TypeVar("ResultT")
 
 
 class Engine:
@@ -58,6 +61,9 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._credit = threading.Semaphore(MAX_OUTSTANDING_BATCHES)
         self._stopping = threading.Event()
+        #: Written by the engine thread only.
+        self._frozen = False
+        self._visits = _Visits()
         self._load = self._core.load()
         self._num_threads = 1
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -85,6 +91,34 @@ class Engine:
     def alive(self) -> bool:
         """The thread runs. False after `stop`, and after a fault that ended it."""
         return self._thread.is_alive()
+
+    # --- between steps
+
+    @property
+    def frozen(self) -> bool:
+        """No step runs."""
+        return self._frozen
+
+    def freeze(self) -> Future[None]:
+        """Stops computing; done when no step runs and none will. Commands are still taken, and their events sent."""
+        return self.run_between_steps(partial(self._set_frozen, True))
+
+    def thaw(self) -> Future[None]:
+        """Computes again, with everything that is live."""
+        return self.run_between_steps(partial(self._set_frozen, False))
+
+    def _set_frozen(self, frozen: bool) -> None:
+        self._frozen = frozen
+
+    def run_between_steps(self, visit: Callable[[], ResultT]) -> Future[ResultT]:
+        """Runs `visit` on the engine thread, after all earlier commands and while no step runs, also when frozen.
+
+        The future gets its result or its exception; UnavailableError if the engine ends before.
+        """
+        future: Future[ResultT] = Future()
+        if self._visits.enter(future):
+            self._commands.put(partial(_run_visit, visit, future))
+        return future
 
     # --- requests
 
@@ -147,10 +181,10 @@ class Engine:
         """
         if not self.alive:
             return ["the engine thread is not running"]
-        found: Future[list[str]] = Future()
-        self._commands.put(lambda: found.set_result(self._core.check_invariants()))
         try:
-            return found.result(CHECK_TIMEOUT_S)
+            return self.run_between_steps(self._core.check_invariants).result(CHECK_TIMEOUT_S)
+        except UnavailableError as error:
+            return [error.message]
         except TimeoutError:
             return [f"the engine thread did not answer within {CHECK_TIMEOUT_S:g} s"]
 
@@ -163,8 +197,8 @@ class Engine:
         idle = False
         try:
             while not self._stopping.is_set():
-                self._take_commands(wait=idle)
-                idle = not self._core.step()
+                self._take_commands(wait=idle or self._frozen)
+                idle = not self._frozen and not self._core.step()
                 self._load = self._core.load()
                 self._emit(self._core.take_events())
         finally:
@@ -193,6 +227,47 @@ class Engine:
         for request_id in orphans:
             self._core.cancel(request_id)
         self._load = self._core.load()
+        self._visits.close()
+
+
+class _Visits:
+    """The futures of calls that the engine thread has not run yet; none stays without an outcome when it ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: set[Future[Any]] = set()
+        self._closed = False
+
+    def enter(self, future: Future[Any]) -> bool:
+        """False if the engine has ended: the future has failed."""
+        future.add_done_callback(self._pending.discard)
+        with self._lock:
+            if self._closed:
+                self._fail(future)
+                return False
+            self._pending.add(future)
+            return True
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            pending = list(self._pending)
+        for future in pending:
+            self._fail(future)
+
+    @staticmethod
+    def _fail(future: Future[Any]) -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(UnavailableError("the engine has stopped; restart this worker"))
+
+
+def _run_visit(visit: Callable[[], ResultT], future: Future[ResultT]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(visit())
+    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the caller, not to the engine
+        future.set_exception(error)
 
 
 def _nothing() -> None:

@@ -3,7 +3,8 @@
 import ctypes
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,15 @@ class Consumer:
         self.store = fake_store(num_blocks + 1)
         self.runner = FakeRunner(self.store)
         self.batches: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
+        #: Is told of every batch, on the engine thread.
+        self.on_batch: Callable[[list[EngineEvent]], object] = lambda events: None
         bounds = limits(max_waiting=max_waiting, max_num_batched_tokens=4)
-        self.engine = Engine(self.runner, self.store, BlockPool(num_blocks + 1), bounds, EOS, self.batches.put)
+        self.engine = Engine(self.runner, self.store, BlockPool(num_blocks + 1), bounds, EOS, self._put)
         self.transcripts: dict[RequestId, Transcript] = {}
+
+    def _put(self, events: list[EngineEvent]) -> None:
+        self.on_batch(events)
+        self.batches.put(events)
 
     def submit(self, request: EngineRequest) -> Transcript:
         transcript = self.transcripts[request.request_id] = Transcript(request)
@@ -253,3 +260,64 @@ def test_the_engine_computes_with_the_threads_of_whoever_starts_it() -> None:
     finally:
         torch.set_num_threads(before)
     assert set(seen) == {before + 3}
+
+
+# --- between steps
+
+
+def freeze_in_mid_decode(consumer: Consumer) -> Transcript:
+    """A request of 20 tokens in an engine that freezes after its first 5."""
+    batches = count(1)
+    # The prompt takes two steps, the second of which brings the first token.
+    consumer.on_batch = lambda _: consumer.engine.freeze() if next(batches) == 6 else None
+    transcript = consumer.submit(make_request("a", PROMPT, greedy(20)))
+    while len(transcript.tokens) < 5:
+        consumer.receive()
+    assert consumer.engine.check_invariants() == []
+    assert consumer.engine.frozen
+    return transcript
+
+
+def test_frozen_sequences_go_on_with_the_kv_they_have(consumer: Consumer) -> None:
+    """No step runs while frozen; afterwards the rest of the tokens equals a run without a break."""
+    transcript = freeze_in_mid_decode(consumer)
+    steps = consumer.engine.stats.steps
+    assert len(transcript.tokens) == 5
+    consumer.submit(make_request("b", PROMPT, greedy(3)))
+    for _ in range(2):  # a barrier each: the loop has been through a round with "b" waiting
+        assert consumer.engine.check_invariants() == []
+    assert consumer.engine.stats.steps == steps
+    consumer.engine.thaw().result(TIMEOUT_S)
+    consumer.receive_until_ended(*consumer.transcripts.values())
+    for each in consumer.transcripts.values():
+        each.assert_equals(solo(each.request))
+    consumer.assert_baseline()
+
+
+def test_a_frozen_sequence_can_be_aborted(consumer: Consumer) -> None:
+    transcript = freeze_in_mid_decode(consumer)
+    consumer.engine.abort(RequestId("a"))
+    consumer.receive_until_ended(transcript)
+    assert transcript.finish == Finish(FinishReason.ABORT)
+    assert len(transcript.tokens) == 5
+    consumer.assert_baseline()
+
+
+def test_a_visit_runs_between_steps_and_returns_or_raises_to_its_caller(consumer: Consumer) -> None:
+    consumer.runner.gate.clear()
+    consumer.submit(make_request("a", PROMPT, greedy(3)))
+    consumer.runner.entered.wait(TIMEOUT_S)
+    visit = consumer.engine.run_between_steps(threading.get_ident)
+    assert not visit.done()  # the step is held at its gate
+    consumer.runner.gate.set()
+    assert visit.result(TIMEOUT_S) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        consumer.engine.run_between_steps(lambda: 1 // 0).result(TIMEOUT_S)
+    consumer.receive_until_ended(*consumer.transcripts.values())
+    consumer.assert_baseline()
+
+
+def test_a_visit_of_a_stopped_engine_fails(consumer: Consumer) -> None:
+    consumer.engine.stop()
+    with pytest.raises(UnavailableError):
+        consumer.engine.freeze().result(TIMEOUT_S)
