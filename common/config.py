@@ -26,7 +26,7 @@ from pydantic_settings import (
 
 from common.arguments import ArgumentParser
 from common.errors import ConfigError
-from common.setting_types import ByteSize, HostPorts, Port, Seconds
+from common.setting_types import ByteSize, HostPorts, Port, Seconds, Words
 
 ENV_PREFIX = "MOERELAY_"
 
@@ -166,7 +166,7 @@ class ApiSettings(LinkSettings):
     ignore_generation_config: CliImplicitFlag[bool] = Field(False, description="Neutral sampling defaults.")
     chat_template: Path | None = Field(None, description="Jinja file; default: the checkpoint's template.")
     api_key_file: Path | None = Field(None, description="One API key per line; without it nobody needs one.")
-    cors_origin: list[str] = Field([], description="Origins that browsers may call from; * for any.")
+    cors_origin: Words = Field([], description="Origins that browsers may call from, repeated; * for any.")
     admin_host: str = Field("127.0.0.1", description="Address of the control port.")
     admin_port: Port | None = Field(None, description="Port for pause, weights and sleep; default: no such port.")
     admin_key_file: Path | None = Field(None, description="One key per line for the control routes.")
@@ -175,6 +175,8 @@ class ApiSettings(LinkSettings):
     )
     max_event_bytes: ByteSize = Field(64 * 2**10, description="Largest SSE event in delta streams.")
     max_body_bytes: ByteSize = Field(32 * 2**20, description="Largest request body.")
+    max_header_bytes: ByteSize = Field(64 * 2**10, description="Largest request header, and all of them together.")
+    body_timeout_s: Seconds = Field(60.0, description="Time for a request's body to arrive.")
     max_n: int = Field(128, gt=0, description="Largest number of choices per request.")
     max_logprobs: int = Field(20, ge=0, description="Largest number of logprobs per token.")
     max_prompts: int = Field(128, gt=0, description="Largest number of prompts per request.")

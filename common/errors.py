@@ -5,7 +5,9 @@ MoerelayError
 │   ├── InvalidRequestError         400  a field is wrong; `param` names it
 │   ├── AuthenticationError         401
 │   ├── NotFoundError               404
+│   ├── RequestTimeoutError         408  the body did not arrive in time
 │   ├── DuplicateRequestError       409
+│   ├── ConflictError               409  not in the state that the workers are in
 │   └── PayloadTooLargeError        413
 ├── ServiceError                    the service cannot serve it now
 │   ├── OverloadedError             429  a queue is full
@@ -48,8 +50,16 @@ class NotFoundError(RequestError):
     """No such route, model or request."""
 
 
+class RequestTimeoutError(RequestError):
+    """The request's body did not arrive in time."""
+
+
 class DuplicateRequestError(RequestError):
     """A live request has this id already."""
+
+
+class ConflictError(RequestError):
+    """What a control request asks for does not go with the state that the service is in."""
 
 
 class PayloadTooLargeError(RequestError):
@@ -123,7 +133,9 @@ HTTP_TABLE: dict[type[MoerelayError], tuple[int, str]] = {
     InvalidRequestError: (400, "BadRequestError"),
     AuthenticationError: (401, "AuthenticationError"),
     NotFoundError: (404, "NotFoundError"),
+    RequestTimeoutError: (408, "RequestTimeoutError"),
     DuplicateRequestError: (409, "ConflictError"),
+    ConflictError: (409, "ConflictError"),
     PayloadTooLargeError: (413, "RequestTooLargeError"),
     OverloadedError: (429, "RateLimitError"),
     UnavailableError: (503, "ServiceUnavailableError"),

@@ -45,8 +45,8 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def write_ready_file(path: Path, address: str) -> None:
-    """Writes {"address", "pid"} in one step, so that a reader never sees half of it."""
+def write_ready_file(path: Path, address: str, control_address: str | None = None) -> None:
+    """Writes {"address", "control_address", "pid"} in one step, so that a reader never sees half of it."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    partial.write_text(json.dumps({"address": address, "control_address": control_address, "pid": os.getpid()}))
     partial.replace(path)

@@ -11,6 +11,7 @@ import structlog
 
 from common.errors import (
     AuthenticationError,
+    ConflictError,
     DuplicateRequestError,
     HandoffCorruptError,
     HandoffError,
@@ -22,6 +23,7 @@ from common.errors import (
     NotFoundError,
     OverloadedError,
     PayloadTooLargeError,
+    RequestTimeoutError,
     RoutingMissingError,
     UnavailableError,
     WorkerLostError,
@@ -37,7 +39,9 @@ GRPC_TABLE: dict[type[MoerelayError], tuple[grpc.StatusCode, str]] = {
     InvalidRequestError: (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
     AuthenticationError: (grpc.StatusCode.UNAUTHENTICATED, "authentication"),
     NotFoundError: (grpc.StatusCode.NOT_FOUND, "not_found"),
+    RequestTimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, "request_timeout"),
     DuplicateRequestError: (grpc.StatusCode.ALREADY_EXISTS, "duplicate_request"),
+    ConflictError: (grpc.StatusCode.FAILED_PRECONDITION, "conflict"),
     PayloadTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "payload_too_large"),
     OverloadedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded"),
     UnavailableError: (grpc.StatusCode.UNAVAILABLE, "unavailable"),

@@ -43,5 +43,7 @@ ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 #: Not decoded as JSON, which an IPv6 address in brackets would be taken for.
 HostPorts = Annotated[list[HostPort], NoDecode, BeforeValidator(_split)]
+#: Words, repeated or separated by commas.
+Words = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Port = Annotated[int, Field(ge=0, lt=_PORTS.stop)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -100,4 +100,6 @@ def _flag(name: str, value: object) -> list[str]:
         return []
     if isinstance(value, bool):
         return [f"--{dashed}" if value else f"--no-{dashed}"]
+    if isinstance(value, list):
+        return [f"--{dashed}={each}" for each in value]
     return [f"--{dashed}={value}"]

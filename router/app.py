@@ -1,4 +1,4 @@
-"""The aiohttp application: routes, middleware and what lives as long as the process."""
+"""The aiohttp applications: routes, middleware and what lives as long as the process."""
 
 import time
 from collections.abc import AsyncIterator
@@ -6,11 +6,16 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from common.config import RouterSettings
-from router import generate, status
+from router.access import Access
+from router.auth import GUARD, Guard, expect_continue, require_key
+from router.cors import CORS, Cors, add_cors_headers, answer_preflights
 from router.defaults import checkpoint_folder, load_defaults
+from router.docs_page import render
 from router.fleet import Fleet
-from router.json_body import UnknownFields
+from router.json_body import BODY_TIMEOUT_S, UnknownFields
 from router.keys import (
+    DOCS_PAGE,
+    DOCUMENT,
     FLEET,
     LIVE,
     METRICS,
@@ -23,40 +28,65 @@ from router.keys import (
 )
 from router.live import LiveRequests
 from router.metrics import RouterMetrics
-from router.middleware import errors_as_json
+from router.middleware import bound_headers, errors_as_json
+from router.openapi import document, json_text
 from router.pipeline import Pipeline
+from router.surface import CONTROL, CONTROL_PATHS, PUBLIC, Surface
 from router.validate import Planner
 
 
 def create_app(settings: RouterSettings) -> web.Application:
-    """Builds the application; workers are contacted when it starts.
+    """Builds the application of the HTTP port; workers are contacted when it starts.
 
     Raises:
-        ConfigError: `--model` is no local directory, or its generation_config.json cannot be used.
+        ConfigError: `--model` is no local directory, its generation_config.json cannot be used, or a key file cannot.
     """
+    access = Access.of(settings)
     defaults = load_defaults(settings.model, ignore=settings.ignore_generation_config)
-    app = web.Application(middlewares=[errors_as_json], client_max_size=settings.max_body_bytes)
-    app[SETTINGS] = settings
+    surface = PUBLIC.with_control() if settings.admin_on_public_port else PUBLIC
+    app = _application(settings, surface, Guard(access.keys, access.admin_keys, CONTROL_PATHS), access.cors)
     app[MODEL] = _served_model(settings)
     app[UNKNOWN_FIELDS] = UnknownFields()
-    app[PLANNER] = Planner(settings, defaults)
+    app[TEXT] = text = _text_tools(settings)
+    app[PLANNER] = Planner(settings, defaults, text.tokenizer)
     app.cleanup_ctx.append(_serving)
-    app.add_routes(_ROUTES)
     return app
 
 
-_ROUTES = [
-    web.post("/inference/v1/generate", generate.generate),
-    web.post("/inference/v1/abort_requests", generate.abort_requests),
-    web.get("/live", status.live),
-    web.get("/ready", status.ready),
-    web.get("/health", status.health),
-    web.get("/v1/models", status.models),
-    web.get("/cluster", status.cluster),
-    web.get("/metrics", status.metrics),
-    web.get("/version", status.show_version),
-    web.get("/openapi.json", status.openapi),
-]
+def create_control_app(public: web.Application) -> web.Application:
+    """The application of the control port, over what the public one has; to be started after it."""
+    access = Access.of(public[SETTINGS])
+    control = _application(public[SETTINGS], CONTROL, Guard(access.admin_keys), access.cors)
+
+    async def share(app: web.Application) -> None:
+        for key in public:
+            if key not in app:
+                app[key] = public[key]
+
+    control.on_startup.append(share)
+    return control
+
+
+def _application(settings: RouterSettings, surface: Surface, guard: Guard, cors: Cors) -> web.Application:
+    app = web.Application(
+        middlewares=[errors_as_json, bound_headers, answer_preflights, require_key],
+        client_max_size=settings.max_body_bytes,
+    )
+    described = document(surface.title, surface.operations, secured=guard.keys is not None)
+    app[SETTINGS] = settings
+    app[GUARD] = guard
+    app[CORS] = cors
+    app[BODY_TIMEOUT_S] = settings.body_timeout_s
+    app[DOCUMENT] = json_text(described)
+    app[DOCS_PAGE] = render(described)
+    if cors.enabled:
+        app.on_response_prepare.append(add_cors_headers)
+    app.add_routes([_checking_expectations(route) for route in surface.routes])
+    return app
+
+
+def _checking_expectations(route: web.RouteDef) -> web.RouteDef:
+    return web.RouteDef(route.method, route.path, route.handler, {**route.kwargs, "expect_handler": expect_continue})
 
 
 async def _serving(app: web.Application) -> AsyncIterator[None]:
@@ -65,7 +95,7 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     fleet = app[FLEET] = Fleet(settings)
     live = app[LIVE] = LiveRequests()
     metrics = app[METRICS] = RouterMetrics(lambda: len(live), fleet)
-    app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s, on_prefill=metrics.prefilled)
+    app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s)
     async with fleet.running():
         yield
 

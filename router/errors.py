@@ -4,6 +4,7 @@ from aiohttp import web
 
 from common.errors import (
     HTTP_TABLE,
+    AuthenticationError,
     MoerelayError,
     NotFoundError,
     OverloadedError,
@@ -17,6 +18,9 @@ from router.response_schemas import (
 
 #: Seconds after which a refused client may try again: a few heartbeats.
 RETRY_AFTER_S = 1
+
+#: How much of a path is repeated to its sender.
+MAX_PATH_CHARS = 200
 
 
 def status_of(error: MoerelayError) -> tuple[int, str]:
@@ -32,9 +36,16 @@ def error_body(error: MoerelayError) -> bytes:
 
 def error_response(error: MoerelayError) -> web.Response:
     """The HTTP answer to a request that failed before its first byte."""
-    retry = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, OverloadedError | UnavailableError) else None
     status, _ = status_of(error)
-    return web.Response(status=status, body=error_body(error), content_type="application/json", headers=retry)
+    return web.Response(status=status, body=error_body(error), content_type="application/json", headers=_headers(error))
+
+
+def _headers(error: MoerelayError) -> dict[str, str]:
+    if isinstance(error, OverloadedError | UnavailableError):
+        return {"Retry-After": str(RETRY_AFTER_S)}
+    if isinstance(error, AuthenticationError):
+        return {"WWW-Authenticate": "Bearer"}
+    return {}
 
 
 def _body(status: int, kind: str, message: str, param: str | None = None) -> bytes:
@@ -42,11 +53,11 @@ def _body(status: int, kind: str, message: str, param: str | None = None) -> byt
     return ErrorResponse(error=detail).model_dump_json().encode()
 
 
-def aiohttp_response(error: web.HTTPException, request: web.Request) -> web.Response:
+def aiohttp_response(error: web.HTTPException, request: web.BaseRequest) -> web.Response:
     """aiohttp's own refusals (unknown route, wrong method, large body) in our form."""
     if isinstance(error, web.HTTPNotFound):
         return error_response(
-            NotFoundError(f"no such route: {request.path}; tokens are generated at /inference/v1/generate")
+            NotFoundError(f"no such route: {request.path[:MAX_PATH_CHARS]}; GET /docs lists the routes")
         )
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return error_response(PayloadTooLargeError("the request body is larger than --max-body-bytes"))

@@ -1,5 +1,6 @@
 """Request bodies: strict JSON into strict models, and errors that name the field."""
 
+import asyncio
 from typing import Any, TypeVar
 
 import msgspec
@@ -8,7 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, RequestTimeoutError
 from router.request_schemas import RequestModel
 
 #: Names of unknown fields that have been logged; bounded, because clients choose them.
@@ -24,6 +25,9 @@ _HINTS = {
     ("sampling_params", "model_type"): 'send an object, e.g. {"max_tokens": 16}',
 }
 
+#: How long a body may take to arrive; set by the application.
+BODY_TIMEOUT_S = web.AppKey("body_timeout_s", float)
+
 ModelT = TypeVar("ModelT", bound=RequestModel)
 
 log = structlog.get_logger()
@@ -37,13 +41,14 @@ class UnknownFields:
 
     def note(self, raw: dict[str, Any], model: BaseModel) -> None:
         """Compares `raw` with the fields of the model it became, and its nested objects likewise."""
-        for name in raw.keys() - type(model).model_fields.keys():
+        fields = {field.alias or name: name for name, field in type(model).model_fields.items()}
+        for name in raw.keys() - fields.keys():
             if len(self._seen) < MAX_LOGGED_NAMES and name[:64] not in self._seen:
                 self._seen.add(name[:64])
                 log.warning("unknown_field_ignored", field=name[:64], schema=type(model).__name__)
-        for name in type(model).model_fields:
+        for key, name in fields.items():
             if isinstance(inner := getattr(model, name), BaseModel):
-                self.note(raw[name], inner)
+                self.note(raw[key], inner)
 
 
 async def read_body(request: web.Request, cls: type[ModelT], unknown: UnknownFields) -> ModelT:
@@ -51,16 +56,25 @@ async def read_body(request: web.Request, cls: type[ModelT], unknown: UnknownFie
 
     Raises:
         InvalidRequestError: not JSON (NaN and Infinity are not), a field is wrong, or the encoding is not what it says.
+        RequestTimeoutError: it did not arrive in time.
         web.HTTPRequestEntityTooLarge: over the application's limit.
     """
+    return parse_body(await _read(request, request.app[BODY_TIMEOUT_S]), cls, unknown)
+
+
+async def _read(request: web.Request, timeout_s: float) -> bytes:
     try:
-        body = await request.read()
+        async with asyncio.timeout(timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise RequestTimeoutError(f"the body did not arrive within {timeout_s:g} s (--body-timeout-s)") from None
     except web.RequestPayloadError as error:
-        encoding = request.headers.get("Content-Encoding")
+        if (encoding := request.headers.get("Content-Encoding")) is None:
+            raise InvalidRequestError(f"the body cannot be read: {error}") from error
         raise InvalidRequestError(
-            f"the body cannot be read as Content-Encoding {encoding}: {error}", param="Content-Encoding"
+            f"the body cannot be read as Content-Encoding {encoding[:MAX_PATH_CHARS]}: {error}",
+            param="Content-Encoding",
         ) from error
-    return parse_body(body, cls, unknown)
 
 
 def parse_body(body: bytes, cls: type[ModelT], unknown: UnknownFields) -> ModelT:

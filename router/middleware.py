@@ -6,8 +6,9 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from common.errors import InternalError, MoerelayError
+from common.errors import InternalError, InvalidRequestError, MoerelayError
 from router.errors import aiohttp_response, error_response
+from router.keys import SETTINGS
 from router.sse import EVENT_STREAM
 
 #: What nginx logs for a client that left before its answer; it never travels.
@@ -34,6 +35,16 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception as error:  # a bug must not become a traceback on the wire
         log.exception("handler_failed", path=request.path)
         return await _answer(request, InternalError(f"internal error: {type(error).__name__}"))
+
+
+@web.middleware
+async def bound_headers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The parser bounds each header and their number; this bounds all of them together."""
+    limit = request.app[SETTINGS].max_header_bytes
+    size = sum(len(name) + len(value) for name, value in request.raw_headers)
+    if size > limit:
+        raise InvalidRequestError(f"the headers have {size} bytes, more than --max-header-bytes {limit}")
+    return await handler(request)
 
 
 async def _answer(request: web.Request, error: MoerelayError) -> web.StreamResponse:

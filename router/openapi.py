@@ -1,96 +1,64 @@
-"""The OpenAPI 3.1 document, generated from the pydantic schemas. `scripts/generate_openapi.py` writes it to docs/."""
+"""OpenAPI 3.1 documents, generated from the pydantic schemas. `scripts/generate_openapi.py` writes them to docs/."""
 
 import json
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from router.request_schemas import AbortRequestsRequest, GenerateRequest
-from router.response_schemas import (
-    AbortRequestsResponse,
-    ClusterView,
-    ErrorResponse,
-    GenerateResponse,
-    GenerateStreamResponse,
-    HealthResponse,
-    LiveResponse,
-    ModelList,
-    VersionResponse,
-)
+from router.auth import OPEN_PATHS
+from router.operation import BODY_ERRORS, Operation
+from router.response_schemas import ErrorResponse
 
 _REF = "#/components/schemas/{model}"
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
 
+#: What every route may answer: broken headers, and our own bugs.
+_COMMON_ERRORS = (400, 500)
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One route. `answer` None: no JSON. `events`: what one event of the streaming answer holds."""
+#: Statuses that come with a Retry-After header.
+_RETRY = (429, 503)
 
-    method: str
-    path: str
-    summary: str
-    answer: type[BaseModel] | None
-    body: type[BaseModel] | None = None
-    events: type[BaseModel] | None = None
-    errors: tuple[int, ...] = ()
+_SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
 
-
-OPERATIONS = (
-    Operation(
-        "post",
-        "/inference/v1/generate",
-        "Generate from token ids, with the experts of every position.",
-        GenerateResponse,
-        GenerateRequest,
-        GenerateStreamResponse,
-        (400, 404, 409, 413, 429, 500, 502, 503, 504),
-    ),
-    Operation(
-        "post",
-        "/inference/v1/abort_requests",
-        "End live requests; each answers with what it has.",
-        AbortRequestsResponse,
-        AbortRequestsRequest,
-        errors=(400, 404),
-    ),
-    Operation("get", "/live", "The process runs.", LiveResponse),
-    Operation(
-        "get", "/ready", "A pair of workers can serve and the router is not draining.", HealthResponse, errors=(503,)
-    ),
-    Operation("get", "/health", "A pair of workers can serve.", HealthResponse, errors=(503,)),
-    Operation("get", "/v1/models", "The model that is served.", ModelList),
-    Operation("get", "/cluster", "Every worker, its state and its load.", ClusterView),
-    Operation("get", "/metrics", "Prometheus text of the router and its workers.", None),
-    Operation("get", "/version", "Version of moerelay.", VersionResponse),
-    Operation("get", "/openapi.json", "This document.", None),
+_DESCRIPTION = (
+    "Every error is an ErrorResponse. Unknown fields are ignored; an explicit null means absent. A client may name its "
+    "request in the header X-Request-Id, 1 to 256 visible ASCII characters."
 )
 
 
-def document() -> dict[str, Any]:
-    """The whole document as JSON values."""
+def json_text(described: dict[str, Any]) -> str:
+    """A document as it is served and committed."""
+    return json.dumps(described, indent=1) + "\n"
+
+
+def document(title: str, operations: Sequence[Operation], *, secured: bool = False) -> dict[str, Any]:
+    """The whole document as JSON values. `secured`: routes outside OPEN_PATHS need a key."""
     paths: dict[str, Any] = {}
-    for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, secured)
+    components: dict[str, Any] = {"schemas": _schemas(operations)}
+    if secured:
+        components["securitySchemes"] = _SECURITY_SCHEMES
     return {
         "openapi": "3.1.0",
-        "info": {"title": "moerelay", "version": version("moerelay")},
+        "info": {"title": title, "version": version("moerelay"), "description": _DESCRIPTION},
+        "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in operations)],
         "paths": paths,
-        "components": {"schemas": _schemas()},
+        "components": components,
     }
 
 
-@cache
-def document_json() -> str:
-    """The document as it is served and committed."""
-    return json.dumps(document(), indent=1) + "\n"
-
-
-def _schemas() -> dict[str, Any]:
+def _schemas(operations: Sequence[Operation]) -> dict[str, Any]:
     used: list[tuple[type[BaseModel], JsonSchemaMode]] = [(ErrorResponse, "serialization")]
-    for operation in OPERATIONS:
+    for operation in operations:
         if operation.body:
             used.append((operation.body, "validation"))
         used += [(model, "serialization") for model in (operation.answer, operation.events) if model]
@@ -99,26 +67,76 @@ def _schemas() -> dict[str, Any]:
     return schemas
 
 
-def _operation(operation: Operation) -> dict[str, Any]:
-    described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": _answer(operation)}}
+def _operation(operation: Operation, secured: bool) -> dict[str, Any]:
+    needs_key = secured and operation.path not in OPEN_PATHS
+    described: dict[str, Any] = {
+        "operationId": operation.id,
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "responses": {"200": _answer(operation)} | _errors(operation, needs_key),
+    }
+    if operation.query:
+        described["parameters"] = _query(operation.query)
     if operation.body:
-        described["requestBody"] = {"required": True, "content": _content("application/json", operation.body)}
-    for status in operation.errors:
-        described["responses"][str(status)] = {
-            "description": "Error.",
-            "content": _content("application/json", ErrorResponse),
-        }
+        content = _content(_JSON, operation.body)
+        described["requestBody"] = {"required": operation.body_required, "content": content}
+    if needs_key:
+        described["security"] = [{name: []} for name in _SECURITY_SCHEMES]
     return described
 
 
+def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """One parameter per field; a nested model has no place in a query."""
+    schema = model.model_json_schema()
+    assert "$defs" not in schema, f"{model.__name__} is not flat"
+    required = schema.get("required", [])
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": field}
+        for name, field in schema["properties"].items()
+    ]
+
+
 def _answer(operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    if operation.answer:
-        content |= _content("application/json", operation.answer)
+    content = _content(_JSON, operation.answer) if operation.answer else _free(operation.media_type)
     if operation.events:
-        content |= _content("text/event-stream", operation.events)
-    return {"description": operation.summary, **({"content": content} if content else {})}
+        content[_EVENTS] = _stream(operation.events)
+    return {"description": operation.summary, "content": content}
+
+
+def _free(media_type: str) -> dict[str, Any]:
+    """An answer that no model describes: any JSON object, or text."""
+    return {media_type: {"schema": {"type": "object" if media_type == _JSON else "string"}}}
+
+
+def _stream(event: type[BaseModel]) -> dict[str, Any]:
+    """Of one event, as OpenAPI 3.2 words it: an object whose `data` is text that holds JSON."""
+    json_events = [{"contentMediaType": _JSON, "contentSchema": _ref(model)} for model in (event, ErrorResponse)]
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, *json_events]}
+    text = f"Each event is a {event.__name__}; the last is [DONE], or an ErrorResponse if the stream broke."
+    return {"schema": {"type": "object", "description": text, "properties": {"data": data}, "required": ["data"]}}
+
+
+def _errors(operation: Operation, needs_key: bool) -> dict[str, Any]:
+    statuses = {*operation.errors, *_COMMON_ERRORS, *(BODY_ERRORS if operation.body else ())}
+    if needs_key:
+        statuses.add(401)
+    return {str(status): _error(status) for status in sorted(statuses)}
+
+
+def _error(status: int) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "description": f"{HTTPStatus(status).phrase}.",
+        "content": _content(_JSON, ErrorResponse),
+    }
+    if status in _RETRY:
+        seconds = {"description": "Seconds.", "schema": {"type": "integer"}}
+        described["headers"] = {"Retry-After": seconds}
+    return described
 
 
 def _content(media_type: str, model: type[BaseModel]) -> dict[str, Any]:
-    return {media_type: {"schema": {"$ref": _REF.format(model=model.__name__)}}}
+    return {media_type: {"schema": _ref(model)}}
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REF.format(model=model.__name__)}

@@ -1,6 +1,6 @@
 """What the OpenAPI document says about one route. Modules with handlers list theirs as `OPERATIONS`."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from pydantic import BaseModel
 
@@ -12,23 +12,24 @@ BODY_ERRORS = (400, 408, 413)
 class Operation:
     """One route: method in lower case, path as aiohttp has it.
 
-    answer: JSON of a 200, or None if it is no JSON (then `media_type` says what it is).
+    tag: heading in the docs page.
+    answer: JSON of a 200, or None if no model describes it (then `media_type` says what it is).
     body: JSON that is sent. A body whose fields are all optional may be left out if `body_required` is False.
     events: what one event of the streaming answer holds, if there is one.
     errors: statuses that the handler itself ends with; those of every route (400, 401, 408, 413, 500) are added.
     query: query parameters, one per field.
-    tag: heading in the docs page.
     """
 
     method: str
     path: str
     summary: str
-    answer: type[BaseModel] | None
+    tag: str = "server"
+    _: KW_ONLY
+    answer: type[BaseModel] | None = None
     body: type[BaseModel] | None = None
     events: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
     query: type[BaseModel] | None = None
-    tag: str = "server"
     media_type: str = "application/json"
     body_required: bool = True
 

@@ -1,4 +1,4 @@
-"""GET endpoints: health, readiness, models, the cluster, metrics, version, OpenAPI."""
+"""GET endpoints: health, readiness, models, the cluster, metrics, version, and what documents the API."""
 
 from importlib.metadata import version
 
@@ -10,8 +10,8 @@ from common.messages import ROLE_NAMES
 from common.pb import worker_pb2
 from router.exposition import exposition
 from router.fleet import Fleet
-from router.keys import FLEET, LIVE, METRICS, MODEL, SETTINGS
-from router.openapi import document_json
+from router.keys import DOCS_PAGE, DOCUMENT, FLEET, LIVE, METRICS, MODEL, SETTINGS
+from router.operation import Operation
 from router.response_schemas import (
     ClusterView,
     HealthResponse,
@@ -84,8 +84,12 @@ async def show_version(_: web.Request) -> web.Response:
     return _json(VersionResponse(version=VERSION))
 
 
-async def openapi(_: web.Request) -> web.Response:
-    return web.Response(text=document_json(), content_type="application/json")
+async def openapi(request: web.Request) -> web.Response:
+    return web.Response(text=request.app[DOCUMENT], content_type="application/json")
+
+
+async def docs(request: web.Request) -> web.Response:
+    return web.Response(text=request.app[DOCS_PAGE], content_type="text/html", charset="utf-8")
 
 
 def _json(answer: BaseModel) -> web.Response:
@@ -124,3 +128,31 @@ def _unheard(worker: Worker) -> WorkerView:
     return WorkerView.model_validate(
         unknown | {"id": worker.id, "role": worker.side, "address": worker.address, "state": worker.state}
     )
+
+
+LIVE_OPERATION = Operation("get", "/live", "The process runs.", answer=LiveResponse)
+METRICS_OPERATION = Operation(
+    "get", "/metrics", "Prometheus text of the router and its workers.", media_type="text/plain"
+)
+VERSION_OPERATION = Operation("get", "/version", "Version of moerelay.", answer=VersionResponse)
+DOCUMENT_OPERATIONS = (
+    Operation("get", "/openapi.json", "This document."),
+    Operation("get", "/docs", "This document as a page.", media_type="text/html"),
+)
+
+OPERATIONS = (
+    LIVE_OPERATION,
+    Operation(
+        "get",
+        "/ready",
+        "A pair of workers can serve and the router is not draining.",
+        answer=HealthResponse,
+        errors=(503,),
+    ),
+    Operation("get", "/health", "A pair of workers can serve.", answer=HealthResponse, errors=(503,)),
+    Operation("get", "/v1/models", "The model that is served.", answer=ModelList),
+    Operation("get", "/cluster", "Every worker, its state and its load.", answer=ClusterView),
+    METRICS_OPERATION,
+    VERSION_OPERATION,
+    *DOCUMENT_OPERATIONS,
+)

@@ -1,23 +1,27 @@
-"""Writes docs/openapi.json from the router's schemas, or with --check fails if the committed file differs."""
+"""Writes docs/openapi*.json from the router's schemas, or with --check fails if a committed file differs."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from router.openapi import document_json
+from router.openapi import document, json_text
+from router.surface import CONTROL, PUBLIC
 
-PATH = Path(__file__).resolve().parent.parent / "docs" / "openapi.json"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+FILES = {"openapi.json": PUBLIC, "openapi-control.json": CONTROL}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only")
     check: bool = parser.parse_args().check
-    if not check:
-        PATH.parent.mkdir(exist_ok=True)
-        PATH.write_text(document_json())
-    elif not PATH.exists() or PATH.read_text() != document_json():
-        sys.exit("docs/openapi.json differs from the router's schemas; run `make proto`")
+    for name, surface in FILES.items():
+        path, text = DOCS / name, json_text(document(surface.title, surface.operations))
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"docs/{name} differs from the router's schemas; run `make proto`")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from router.response_schemas import (
     GenerateResponse,
     GenerateStreamResponse,
 )
-from router.server import create_runner
+from router.listener import create_runner
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
 
 GENERATE = "/inference/v1/generate"

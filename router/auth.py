@@ -1,0 +1,120 @@
+"""API keys: read once from files, compared in constant time, asked for before a body is read. Never logged."""
+
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from aiohttp import HttpVersion11, web
+from aiohttp.typedefs import Handler
+
+from common.errors import AuthenticationError, ConfigError
+
+#: What load balancers probe; open whatever is configured.
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/version"})
+
+_BEARER = "bearer "
+
+
+class KeyRing:
+    """Keys of one kind."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def accepts(self, key: str) -> bool:
+        """Takes the same time whichever key it is, and however much of one is right."""
+        digest, found = _digest(key), False
+        for known in self._digests:
+            found |= hmac.compare_digest(known, digest)
+        return found
+
+
+def _digest(key: str) -> bytes:
+    """Of equal length for all keys. aiohttp hands bytes that are not UTF-8 on as surrogates."""
+    return sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def read_keys(path: Path | None, flag: str) -> KeyRing | None:
+    """One key per line; blank lines and those that begin with # do not count. None without a path.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no key, or a key could not be sent in a header.
+    """
+    if path is None:
+        return None
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{flag} {path} cannot be read: {reason}") from error
+    stripped = [(number, line.strip()) for number, line in enumerate(lines, 1)]
+    keys = [(number, line) for number, line in stripped if line and not line.startswith("#")]
+    for number, key in keys:
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(f"{flag} {path}, line {number}: a key is visible ASCII characters without spaces")
+    if not keys:
+        raise ConfigError(f"{flag} {path} holds no key; write one per line, or leave the flag out")
+    return KeyRing(key for _, key in keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Which keys open which routes; None: no key is needed. `admin_paths` are routes for administrators only."""
+
+    keys: KeyRing | None
+    admin_keys: KeyRing | None = None
+    admin_paths: frozenset[str] = frozenset()
+
+    def check(self, request: web.Request) -> None:
+        """Raises AuthenticationError unless the request may go on."""
+        resource = request.match_info.route.resource
+        # Not the path as sent: a route is protected however its path was spelled.
+        path = resource.canonical if resource is not None else None
+        if path in OPEN_PATHS:
+            return
+        keys = self.admin_keys if path in self.admin_paths else self.keys
+        if keys is not None:
+            _check_key(request, keys)
+
+
+def _check_key(request: web.Request, keys: KeyRing) -> None:
+    presented = _presented(request)
+    if not presented:
+        raise AuthenticationError("this route needs a key; send it as Authorization: Bearer KEY")
+    if not any(keys.accepts(key) for key in presented):
+        raise AuthenticationError("the key is not known")
+
+
+def _presented(request: web.Request) -> list[str]:
+    authorization = request.headers.get("Authorization", "")
+    keys = [authorization[len(_BEARER) :].strip()] if authorization[: len(_BEARER)].lower() == _BEARER else []
+    return [*keys, *request.headers.getall("X-API-Key", [])[:1]]
+
+
+GUARD = web.AppKey("guard", Guard)
+
+
+@web.middleware
+async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses strangers before their bodies are read."""
+    request.app[GUARD].check(request)
+    return await handler(request)
+
+
+async def expect_continue(request: web.Request) -> None:
+    """Answers `Expect: 100-continue`, unless the client would send its body in vain: it then gets the error at once.
+
+    Other expectations are ignored, as RFC 9110 section 10.1.1 allows.
+    """
+    if request.version < HttpVersion11 or request.headers.get("Expect", "").lower() != "100-continue":
+        return
+    try:
+        request.app[GUARD].check(request)
+    except AuthenticationError:
+        return  # the middleware says so
+    if (request.content_length or 0) <= request.client_max_size:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # Not part of the answer, which aiohttp otherwise believes to have begun.
+        request.writer.output_size = 0

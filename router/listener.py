@@ -1,0 +1,133 @@
+"""How an application listens on a port: limits of connections, and JSON where aiohttp itself would answer in text."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+
+from common.errors import InternalError, InvalidRequestError, StartupError
+from common.process import host_port
+from router.errors import aiohttp_response, error_response
+from router.keys import SETTINGS
+
+#: Handlers that a stopping router may not outlive: what it takes to send an error event to every client.
+CLOSING_S = 2.0
+
+#: Above the 60 s after which common load balancers close an idle connection, so that they close it, not we.
+KEEPALIVE_S = 75.0
+
+#: How much of the parser's complaint, which quotes the request, is repeated.
+_MAX_COMPLAINT_CHARS = 200
+
+log = structlog.get_logger()
+
+
+class JsonRequestHandler(web.RequestHandler):
+    """One connection. What happens before or outside an application's middlewares is answered in JSON too."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Bytes that are no HTTP request (400), and bugs outside the middlewares (500). Closes the connection.
+
+        The request is not logged: it may hold keys.
+        """
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the answer is sent already")
+        if status == HTTPStatus.BAD_REQUEST:
+            log.info("not_http", reason=type(exc).__name__)
+            response = error_response(InvalidRequestError(_complaint(exc, message)))
+        else:
+            log.error("connection_failed", error=repr(exc))
+            response = error_response(InternalError("internal error"))
+        response.force_close()
+        return response
+
+
+def _complaint(exc: BaseException | None, message: str | None) -> str:
+    if isinstance(exc, LineTooLong):
+        return "the request's target is longer than 8190 bytes, or a header longer than --max-header-bytes"
+    text = exc.message if isinstance(exc, HttpProcessingError) else message
+    return f"this is no HTTP/1.1 request: {' '.join((text or 'it cannot be parsed').split())[:_MAX_COMPLAINT_CHARS]}"
+
+
+class JsonServer(web.Server):
+    """Makes a JsonRequestHandler for each connection."""
+
+    def __init__(self, made: web.Server, **kwargs: Any) -> None:
+        super().__init__(
+            _without_text_answers(made),
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+        )
+        self._options = kwargs
+
+    def __call__(self) -> JsonRequestHandler:
+        return JsonRequestHandler(self, loop=self._loop, **self._options)
+
+
+def _without_text_answers(made: web.Server) -> Any:
+    """aiohttp raises some refusals before it runs the middlewares."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await made.request_handler(request)
+        except web.HTTPException as error:
+            return aiohttp_response(error, request)
+
+    return handle
+
+
+class JsonRunner(web.AppRunner):
+    """Runs an application behind a JsonServer."""
+
+    def __init__(self, app: web.Application, options: dict[str, Any]) -> None:
+        super().__init__(
+            app,
+            # Without it a client that left would go on occupying both workers.
+            handler_cancellation=True,
+            shutdown_timeout=CLOSING_S,
+        )
+        self._options = options
+
+    async def _make_server(self) -> web.Server:
+        return JsonServer(await super()._make_server(), **self._options)
+
+
+def create_runner(app: web.Application) -> web.AppRunner:
+    """How an application must be run, in the process and in tests."""
+    limit = app[SETTINGS].max_header_bytes
+    return JsonRunner(app, {"access_log": None, "keepalive_timeout": KEEPALIVE_S, "max_field_size": limit})
+
+
+@asynccontextmanager
+async def listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """Runs the application on that port (0: a free one) and gives its HOST:PORT.
+
+    Raises:
+        StartupError: the port cannot be bound.
+    """
+    runner = create_runner(app)
+    await runner.setup()
+    try:
+        yield await _bind(runner, host, port)
+    finally:
+        await runner.cleanup()
+
+
+async def _bind(runner: web.AppRunner, host: str, port: int) -> str:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host_port(host, port)}: {error.strerror}") from error
+    return host_port(host, runner.addresses[0][1])
