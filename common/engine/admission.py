@@ -1,16 +1,12 @@
 """Who may come in. The only engine state that two threads share, hence the lock."""
 
-import math
 import threading
 import time
 
+from common.engine.bounds import check_sampling
 from common.engine.limits import EngineLimits
 from common.engine.request import EngineRequest, RequestId
 from common.errors import DuplicateRequestError, InvalidRequestError, OverloadedError, UnavailableError
-from common.sampling import SamplingParams
-
-#: The range of the OpenAI API.
-MAX_LOGIT_BIAS = 100
 
 
 class Admission:
@@ -28,7 +24,8 @@ class Admission:
         self._live: set[RequestId] = set()
         #: When each waiting request came in, by the monotonic clock.
         self._waiting: dict[RequestId, float] = {}
-        self._ending: set[RequestId] = set()
+        #: Choices that are about to end; None: all of them.
+        self._ending: dict[RequestId, set[int | None]] = {}
         self._closed = False
 
     def enter(self, request: EngineRequest) -> None:
@@ -66,12 +63,13 @@ class Admission:
         with self._lock:
             self._forget(request_id)
 
-    def try_begin_end(self, request_id: RequestId) -> bool:
-        """True for the first wish to end a live request: repeated wishes need not reach the engine."""
+    def try_begin_end(self, request_id: RequestId, choice: int | None = None) -> bool:
+        """True for the first wish to end a live request, or one of its choices: others need not reach the engine."""
         with self._lock:
-            if request_id not in self._live or request_id in self._ending:
+            ending = self._ending.setdefault(request_id, set()) if request_id in self._live else {None}
+            if choice in ending or None in ending:
                 return False
-            self._ending.add(request_id)
+            ending.add(choice)
             return True
 
     def is_live(self, request_id: RequestId) -> bool:
@@ -90,7 +88,7 @@ class Admission:
     def _forget(self, request_id: RequestId) -> None:
         self._live.discard(request_id)
         self._waiting.pop(request_id, None)
-        self._ending.discard(request_id)
+        self._ending.pop(request_id, None)
 
     def _check_fields(self, request: EngineRequest) -> None:
         """The router has checked these; a peer that skips the router must not reach an index with them."""
@@ -104,7 +102,7 @@ class Admission:
             raise InvalidRequestError(
                 f"max_tokens must be at least 1, got {request.sampling.max_tokens}", param="max_tokens"
             )
-        _check_sampling(request.sampling, self._limits.vocab_size)
+        check_sampling(request.sampling, self._limits.vocab_size)
         start = request.routing_start
         if start is not None and not 0 <= start <= len(request.prompt):
             raise InvalidRequestError(
@@ -127,17 +125,3 @@ class Admission:
                 f"has {self._num_usable_blocks}; shorten one of them or give the worker a larger KV cache",
                 param="max_tokens",
             )
-
-
-def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Whatever would leave the sampler without a distribution; comparisons are written so that NaN fails them."""
-    if not 0 <= params.temperature < math.inf:
-        raise InvalidRequestError(f"temperature must be finite and >= 0, got {params.temperature}", param="temperature")
-    if not 0 < params.top_p <= 1:
-        raise InvalidRequestError(f"top_p must be in (0, 1], got {params.top_p}", param="top_p")
-    if not 0 <= params.min_p <= 1:
-        raise InvalidRequestError(f"min_p must be in [0, 1], got {params.min_p}", param="min_p")
-    if any(not 0 <= i < vocab_size for i in params.logit_bias):
-        raise InvalidRequestError(f"a logit_bias key is outside the vocabulary [0, {vocab_size})", param="logit_bias")
-    if not all(abs(bias) <= MAX_LOGIT_BIAS for bias in params.logit_bias.values()):
-        raise InvalidRequestError(f"logit_bias values must be in [-100, {MAX_LOGIT_BIAS}]", param="logit_bias")

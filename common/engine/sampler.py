@@ -9,20 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from common.engine.distribution import Distribution, uniform
 from common.engine.grammar import GrammarMatcher
+from common.engine.masks import asks_for_mask, mask_row, nothing_left
+from common.engine.penalties import asks_for_penalty, penalize_row
 from common.errors import InternalError, InvalidRequestError, MoerelayError
-from common.model.scores import best_first
+from common.model.scores import LogitsRow, best_first
 from common.sampling import SampledToken, SamplingParams, TokenLogprob
-
-LogitsRow = npt.NDArray[np.float32]
-Weights = npt.NDArray[np.float64]
-TokenIds = npt.NDArray[np.int64]
-
-#: Candidates that are sorted first when a nucleus is looked for; nearly always they are enough.
-NUCLEUS_HEAD = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +37,15 @@ class SampleSpec:
     matcher: GrammarMatcher | None = None
     #: Label of the weights that the logits come from.
     weight_version: str = ""
+
+    @property
+    def wants_raw_logprobs(self) -> bool:
+        return self.params.logprobs is not None and not self.params.processed_logprobs
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether the row is sampled from anything but its raw logits."""
+        return asks_for_mask(self.params, self.banned, self.matcher) or asks_for_penalty(self.params)
 
     @classmethod
     def of(
@@ -73,7 +77,7 @@ class SampleSpec:
 
 
 def sample(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[SampledToken | MoerelayError]:
-    """Samples one token per row.
+    """Samples one token per row, in vLLM's order: masks, bias, penalties, then temperature and filters.
 
     Args:
         logits_NV: fp32, any device; not changed.
@@ -85,109 +89,79 @@ def sample(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled
     """
     # Minimum and maximum pass NaN on, and are many times faster than a look at every element (or `aminmax`).
     finite_N = (logits_NV.amin(dim=1).isfinite() & logits_NV.amax(dim=1).isfinite()).tolist()
-    shaped_NV = _shaped(logits_NV, specs)
+    shaped_NV, refusals = _shaped(logits_NV, specs)
     best_N, greedy_N = (t.tolist() for t in shaped_NV.max(dim=1))  # the first of equal maxima: the lowest id
-    logprobs_NV = _logprobs(logits_NV, specs)
+    logprobs_NV = _raw_logprobs(logits_NV, specs)
     results: list[SampledToken | MoerelayError] = []
     for row, spec in enumerate(specs):
         if not finite_N[row]:
             results.append(InternalError(f"the logits for position {spec.position} are not finite"))
+        elif row in refusals:
+            results.append(refusals[row])
         elif best_N[row] == -math.inf:
-            results.append(_nothing_left())
+            results.append(nothing_left(spec.params, spec.banned, spec.matcher))
         else:
-            token = greedy_N[row] if spec.params.temperature == 0 else _draw(shaped_NV[row].cpu().numpy(), spec)
-            results.append(_describe(token, spec, logprobs_NV.get(row)))
+            results.append(_choose(shaped_NV[row], greedy_N[row], spec, logprobs_NV.get(row)))
     return results
 
 
-def _nothing_left() -> InvalidRequestError:
-    return InvalidRequestError(
-        "every token of the vocabulary is a stop token, so min_tokens cannot be reached; lower one of them",
-        param="min_tokens",
-    )
-
-
-def _shaped(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """Logits with bias added and banned ids at -inf; the input itself when no row asks for either."""
-    if not any(s.params.logit_bias or s.banned for s in specs):
-        return logits_NV
+def _shaped(
+    logits_NV: torch.Tensor, specs: Sequence[SampleSpec]
+) -> tuple[torch.Tensor, dict[int, InvalidRequestError]]:
+    """Logits after masks, bias and penalties, the input itself when no row asks for any; and rows that failed."""
+    shaping = [(row, spec) for row, spec in enumerate(specs) if spec.shapes_logits]
+    if not shaping:
+        return logits_NV, {}
     shaped_NV = logits_NV.clone()
-    for row_V, spec in zip(shaped_NV, specs, strict=True):
-        if spec.params.logit_bias:
-            ids = torch.tensor(list(spec.params.logit_bias), device=row_V.device)
-            row_V[ids] += torch.tensor(list(spec.params.logit_bias.values()), dtype=row_V.dtype, device=row_V.device)
-        if spec.banned:
-            banned = [i for i in spec.banned if i < len(row_V)]  # a stop id beyond the vocabulary is never sampled
-            row_V[torch.tensor(banned, dtype=torch.int64, device=row_V.device)] = -math.inf
-    return shaped_NV
+    refusals = {}
+    for row, spec in shaping:
+        generated = spec.token_ids[spec.num_prompt :]
+        try:
+            mask_row(shaped_NV[row], spec.params, spec.banned, generated, spec.matcher)
+        except InvalidRequestError as error:
+            refusals[row] = error
+        if asks_for_penalty(spec.params):
+            penalize_row(shaped_NV[row], spec.params, spec.token_ids, spec.num_prompt)
+    return shaped_NV, refusals
 
 
-def _draw(logits_V: LogitsRow, spec: SampleSpec) -> int:
-    """Inverse-CDF sampling among the candidates, in order of their ids, with one uniform number, in float64."""
-    params = spec.params
-    with np.errstate(over="ignore"):  # a tiny temperature leaves the best candidates only: exp(-inf) is 0
-        weights_V = np.exp((logits_V.astype(np.float64) - logits_V.max()) / params.temperature)
-    ids = _candidates(logits_V, weights_V, params)
-    cumulative = np.cumsum(weights_V if ids is None else weights_V[ids])
-    target = uniform(params.seed, spec.choice, spec.position) * cumulative[-1]
-    drawn = int(np.searchsorted(cumulative, target, side="right"))
-    return drawn if ids is None else int(ids[drawn])
-
-
-def _candidates(logits_V: LogitsRow, weights_V: Weights, params: SamplingParams) -> TokenIds | None:
-    """The ids that top-k, then top-p (of the mass that top-k left), then min-p leave, ascending; None for all of them.
-
-    At equal logits the lower id survives.
-    """
-    if not params.top_k and params.top_p >= 1:
-        return np.flatnonzero(weights_V >= params.min_p) if params.min_p > 0 else None
-    if params.top_p >= 1:
-        ids = best_first(logits_V, params.top_k)
-    else:
-        ids = _nucleus(logits_V, weights_V, params)
-    return np.sort(ids[weights_V[ids] >= params.min_p])
-
-
-def _nucleus(logits_V: LogitsRow, weights_V: Weights, params: SamplingParams) -> TokenIds:
-    """The fewest best ids whose mass reaches `top_p`, best first."""
-    ids = best_first(logits_V, params.top_k or NUCLEUS_HEAD)
-    if params.top_k:
-        mass = params.top_p * weights_V[ids].sum()
-    else:
-        mass = params.top_p * weights_V.sum()
-        while weights_V[ids].sum() < mass and len(ids) < len(logits_V):
-            ids = best_first(logits_V, 16 * len(ids))
-    return ids[: int(np.searchsorted(np.cumsum(weights_V[ids]), mass, side="left")) + 1]
-
-
-def uniform(seed: int, choice: int, position: int) -> float:
-    """A float64 in [0, 1), on the 2**-53 grid.
-
-    Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by seed and choice and
-    counted by position: no state, so any worker can go on where another stopped.
-    """
-    key = (seed % 2**64) | (choice << 64)
-    raw = int(np.random.Philox(key=key, counter=position).random_raw())
-    return (raw >> 11) * 2.0**-53
-
-
-def _logprobs(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> dict[int, LogitsRow]:
-    """fp32 log-softmax of the raw logits, for the rows that ask for logprobs."""
-    rows = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+def _raw_logprobs(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> dict[int, LogitsRow]:
+    """fp32 log-softmax of the raw logits, for the rows that ask for it."""
+    rows = [row for row, spec in enumerate(specs) if spec.wants_raw_logprobs]
     if not rows:
         return {}
     logprobs_MV = torch.log_softmax(logits_NV[rows].float(), dim=-1).cpu().numpy()
     return dict(zip(rows, logprobs_MV, strict=True))
 
 
-def _describe(token_id: int, spec: SampleSpec, logprobs_V: LogitsRow | None) -> SampledToken:
+def _choose(shaped_V: torch.Tensor, greedy: int, spec: SampleSpec, logprobs_V: LogitsRow | None) -> SampledToken:
+    """The token of one row and what is told about it; `logprobs_V` are the raw ones, if those are wanted."""
+    params = spec.params
+    wants_processed = params.logprobs is not None and params.processed_logprobs
+    if params.temperature == 0 and not wants_processed:
+        return _describe(greedy, spec, logprobs_V, (greedy,))
+    distribution = Distribution.of(shaped_V.cpu().numpy(), params)
+    if wants_processed:
+        logprobs_V = distribution.logprobs()
+    if params.temperature == 0:
+        return _describe(greedy, spec, logprobs_V, (greedy,))
+    token_id = distribution.draw(uniform(params.seed, spec.choice, spec.position))
+    survivors = tuple(distribution.survivors().tolist()) if params.sampling_mask else ()
+    return _describe(token_id, spec, logprobs_V, survivors)
+
+
+def _describe(
+    token_id: int, spec: SampleSpec, logprobs_V: LogitsRow | None, survivors: tuple[int, ...]
+) -> SampledToken:
+    mask = survivors if spec.params.sampling_mask else None
     if logprobs_V is None:
-        return SampledToken(token_id, weight_version=spec.weight_version)
+        return SampledToken(token_id, mask=mask, weight_version=spec.weight_version)
     top = best_first(logprobs_V, spec.params.logprobs) if spec.params.logprobs else ()
     return SampledToken(
         token_id=token_id,
         logprob=_token_logprob(token_id, logprobs_V),
         top=tuple(_token_logprob(int(i), logprobs_V) for i in top),
+        mask=mask,
         weight_version=spec.weight_version,
     )
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.sampler import SampleSpec, sample, uniform
+from common.engine.distribution import uniform
+from common.engine.sampler import SampleSpec, sample
 from common.errors import InternalError, InvalidRequestError
 from common.model.scores import best_first
 from common.sampling import SampledToken, SamplingParams
