@@ -1,13 +1,14 @@
-"""The vLLM dialect's answers: pieces of choices in, schema objects and their JSON out."""
+"""Words of the vLLM dialect, tokens out: GenerateResponse and the events of its stream."""
 
-import asyncio
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.routing.codec import numpy2base64
-from common.sampling import FinishReason, SampledToken, TokenLogprob
+from common.config import RouterSettings
+from common.prompt_logprobs import PromptLogprobs
+from common.sampling import SampledToken, TokenLogprob
+from router.choice import VersionSpans
+from router.request_schemas import GenerateRequest, StreamOptions
 from router.response_schemas import (
     ChoiceLogprobs,
     GenerateResponse,
@@ -15,129 +16,124 @@ from router.response_schemas import (
     GenerateResponseStreamChoice,
     GenerateStreamResponse,
     Logprob,
-    PromptTokensDetails,
+    PromptLogprob,
+    PromptLogprobEntry,
+    ResponseModel,
+    RoutedExperts,
     TokenLogprobs,
-    Usage,
     WeightVersion,
 )
-from router.stitch import Piece
+from router.rows_format import RowsForm, format_rows
+from router.serve import ChoiceState, Job, Outcome, RowsMode
+from router.stitch import Piece, token_bytes
+from router.text.tokenizer import Tokenizer
 
 #: JSON has no -Infinity; this is what vLLM's clients expect in its place.
 NOT_FINITE = -9999.0
 
-#: From this size on an answer is encoded in a thread: a few milliseconds on the event loop.
-THREAD_FROM_BYTES = 512 * 1024
 
+@dataclass(frozen=True, slots=True)
+class GenerateDialect:
+    """Answers of POST /inference/v1/generate to one request."""
 
-@dataclass(slots=True)
-class TokenCount:
-    """What `usage` is made from, over all choices of a request."""
+    body: GenerateRequest
+    settings: RouterSettings
+    rows_form: RowsForm
 
-    prompt: int
-    completion: int = 0
-    cached: int = 0
+    @property
+    def _options(self) -> StreamOptions:
+        return self.body.stream_options or StreamOptions()
 
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self.prompt,
-            total_tokens=self.prompt + self.completion,
-            completion_tokens=self.completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached),
-            completion_tokens_details=None,
+    @property
+    def rows_mode(self) -> RowsMode:
+        return self._options.routed_experts or self.settings.stream_routed_experts
+
+    @property
+    def max_event_bytes(self) -> int:
+        return self._options.max_event_bytes or self.settings.max_event_bytes
+
+    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
+        scores = job.prompt_logprobs(job.plans[0])
+        return to_json(
+            GenerateResponse(
+                request_id=job.request_id,
+                model=job.model,
+                created=job.created,
+                usage=job.count.usage(),
+                prompt_logprobs=None if scores is None else prompt_logprob_entries(scores),
+                prompt_token_ids=self.body.token_ids if self.body.return_token_ids else None,
+                choices=[self._whole_choice(outcome) for outcome in outcomes],
+            )
         )
 
-
-async def encoded(num_bytes: int, encode: Callable[[], bytes]) -> bytes:
-    """Runs `encode`, off the event loop when about so many bytes make that worth it."""
-    return encode() if num_bytes < THREAD_FROM_BYTES else await asyncio.to_thread(encode)
-
-
-def whole_answer(
-    request_id: str,
-    model: str,
-    count: TokenCount,
-    weight_version: str,
-    choices: Sequence[Piece],
-    prompt_token_ids: list[int] | None,
-) -> bytes:
-    """JSON of a non-streaming answer; `choices` in the order of their indices."""
-    return _to_json(
-        GenerateResponse(
-            request_id=request_id,
-            model=model,
-            created=int(time.time()),
-            usage=count.usage(),
-            prompt_logprobs=None,
-            prompt_token_ids=prompt_token_ids,
-            choices=[_whole_choice(index, piece, weight_version) for index, piece in enumerate(choices)],
+    def _whole_choice(self, outcome: Outcome) -> GenerateResponseChoice:
+        piece, finish = outcome.piece, outcome.finish
+        return GenerateResponseChoice(
+            index=outcome.state.index,
+            token_ids=[token.token_id for token in piece.tokens],
+            finish_reason=finish.reason,
+            stop_reason=finish.stop_reason,
+            logprobs=_logprobs(piece.tokens),
+            routed_experts=rows_of(piece, self.rows_form),
+            sampling_mask=masks_of(piece.tokens),
+            weight_versions=weight_versions(outcome.state.versions),
         )
-    )
+
+    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes:
+        finish = piece.finish
+        choice = GenerateResponseStreamChoice(
+            index=state.index,
+            token_ids=[token.token_id for token in piece.tokens],
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop_reason if finish else None,
+            logprobs=_logprobs(piece.tokens),
+            routed_experts=rows_of(piece, self.rows_form),
+            sampling_mask=masks_of(piece.tokens),
+            weight_versions=weight_versions(state.versions) if finish else None,
+        )
+        return to_json(
+            GenerateStreamResponse(
+                request_id=job.request_id,
+                usage=job.count.usage() if self._options.continuous_usage_stats else None,
+                prompt_token_ids=self.body.token_ids if first and self.body.return_token_ids else None,
+                choices=[choice],
+            )
+        )
+
+    def closing(self, job: Job) -> Sequence[bytes]:
+        if not self._options.include_usage:
+            return ()
+        usage = job.count.usage()
+        event = GenerateStreamResponse(request_id=job.request_id, usage=usage, prompt_token_ids=None, choices=[])
+        return (to_json(event),)
+
+    def token_bytes(self, token: SampledToken, text: str) -> int:
+        return token_bytes(token, "")
 
 
-def _whole_choice(index: int, piece: Piece, weight_version: str) -> GenerateResponseChoice:
-    assert piece.finish is not None, "the pipeline returned without an error"
-    return GenerateResponseChoice(
-        index=index,
-        token_ids=[token.token_id for token in piece.tokens],
-        finish_reason=piece.finish.reason,
-        stop_reason=piece.finish.stop_token_id,
-        logprobs=_logprobs(piece.tokens),
-        routed_experts=_routed_experts(piece),
-        sampling_mask=None,
-        weight_versions=_weight_versions(weight_version, len(piece.tokens)),
-    )
+def to_json(answer: ResponseModel) -> bytes:
+    return answer.model_dump_json(by_alias=True).encode()
 
 
-def stream_choice(index: int, piece: Piece, num_tokens: int, weight_version: str) -> GenerateResponseStreamChoice:
-    """One choice of an event; `num_tokens` counts the choice's tokens, this event's included."""
-    finish = piece.finish
-    return GenerateResponseStreamChoice(
-        index=index,
-        token_ids=[token.token_id for token in piece.tokens],
-        finish_reason=finish.reason if finish else None,
-        stop_reason=finish.stop_token_id if finish else None,
-        logprobs=_logprobs(piece.tokens),
-        routed_experts=_routed_experts(piece),
-        sampling_mask=None,
-        weight_versions=_weight_versions(weight_version, num_tokens) if finish else None,
-    )
-
-
-def stream_event(
-    request_id: str,
-    choices: list[GenerateResponseStreamChoice],
-    usage: Usage | None = None,
-    prompt_token_ids: list[int] | None = None,
-) -> bytes:
-    """JSON of one event."""
-    return _to_json(
-        GenerateStreamResponse(request_id=request_id, usage=usage, prompt_token_ids=prompt_token_ids, choices=choices)
-    )
-
-
-def envelope_bytes(request_id: str, weight_version: str) -> int:
-    """Upper bound of what an event takes beside its tokens and rows: every optional part is there and long."""
-    long = 2**32 - 1
-    choice = GenerateResponseStreamChoice(
-        index=long,
-        token_ids=[],
-        finish_reason=FinishReason.LENGTH,
-        stop_reason=long,
-        logprobs=ChoiceLogprobs(content=[]),
-        routed_experts="",
-        sampling_mask=None,
-        weight_versions=_weight_versions(weight_version, long),
-    )
-    return len(stream_event(request_id, [choice], TokenCount(long, long, long).usage()))
-
-
-def _routed_experts(piece: Piece) -> str | None:
+def rows_of(piece: Piece, form: RowsForm) -> str | RoutedExperts | None:
+    """The piece's rows in the given form, null if it carries none."""
     rows_TLK = piece.rows_TLK
-    return None if rows_TLK is None else numpy2base64(rows_TLK)
+    return None if rows_TLK is None else format_rows(rows_TLK, piece.rows_start, form)
 
 
-def _weight_versions(label: str, num_tokens: int) -> list[WeightVersion]:
-    return [WeightVersion(version=label, start=0, end=num_tokens)] if num_tokens else []
+def masks_of(tokens: Sequence[SampledToken]) -> list[list[int]] | None:
+    """Null when the request asked for none, and for an event without tokens."""
+    masks = [list(token.mask) for token in tokens if token.mask is not None]
+    return masks or None
+
+
+def weight_versions(versions: VersionSpans) -> list[WeightVersion]:
+    """Where the choice's tokens came from, empty for a choice without tokens."""
+    spans, start = [], 0
+    for version, num_tokens in versions.spans:
+        spans.append(WeightVersion(version=version, start=start, end=start + num_tokens))
+        start += num_tokens
+    return spans
 
 
 def _logprobs(tokens: Sequence[SampledToken]) -> ChoiceLogprobs | None:
@@ -147,20 +143,34 @@ def _logprobs(tokens: Sequence[SampledToken]) -> ChoiceLogprobs | None:
 
 
 def _token_logprobs(own: TokenLogprob, top: Sequence[TokenLogprob]) -> TokenLogprobs:
-    others = [other for other in top if other.token_id != own.token_id]
     return TokenLogprobs(
         token_id=own.token_id,
-        logprob=_finite(own.logprob),
+        logprob=finite(own.logprob),
         rank=own.rank,
         top_logprobs=[
-            Logprob(token_id=each.token_id, logprob=_finite(each.logprob), rank=each.rank) for each in (own, *others)
+            Logprob(token_id=each.token_id, logprob=finite(each.logprob), rank=each.rank)
+            for each in own_first(own, top)
         ],
     )
 
 
-def _finite(logprob: float) -> float:
+def own_first(own: TokenLogprob, top: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+    """The sampled token, then the alternatives without it."""
+    return [own, *(other for other in top if other.token_id != own.token_id)]
+
+
+def prompt_logprob_entries(scores: PromptLogprobs, tokenizer: Tokenizer | None = None) -> list[PromptLogprobEntry]:
+    """vLLM's form of prompt logprobs; texts of ids only with a tokenizer."""
+    entries: list[PromptLogprobEntry] = [None]
+    for position in scores[1:].tolist():
+        entry: dict[str, PromptLogprob] = {}
+        for token_id, logprob, rank in position:
+            text = None if tokenizer is None else tokenizer.token_text(token_id)
+            entry.setdefault(str(token_id), PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text))
+        entries.append(entry)
+    return entries
+
+
+def finite(logprob: float) -> float:
+    """What JSON can say of a logprob."""
     return logprob if math.isfinite(logprob) else NOT_FINITE
-
-
-def _to_json(answer: GenerateResponse | GenerateStreamResponse) -> bytes:
-    return answer.model_dump_json().encode()

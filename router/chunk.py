@@ -16,10 +16,33 @@ class Chunk:
     num_rows: int = 0
     finish: Finish | None = None
     num_cached_tokens: int = 0
+    #: Index below the n of the chunk's prompt.
+    choice: int = 0
+    #: Packed as in `common.prompt_logprobs`, of the next prompt positions.
+    prompt_logprobs: bytes = b""
+
+    def cut(self, num_tokens: int, finish: Finish) -> "Chunk":
+        """The same up to its `num_tokens`-th token (at least one), which ends the choice.
+
+        Each token that goes takes one row along: the row of the position before it.
+        """
+        assert 0 < num_tokens <= len(self.tokens), "a choice ends at one of the chunk's tokens"
+        num_rows = max(0, self.num_rows - (len(self.tokens) - num_tokens))
+        row_bytes = len(self.rows) // self.num_rows if self.num_rows else 0
+        return Chunk(
+            tokens=self.tokens[:num_tokens],
+            rows=self.rows[: num_rows * row_bytes],
+            num_rows=num_rows,
+            finish=finish,
+            num_cached_tokens=self.num_cached_tokens,
+            choice=self.choice,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
-#: How a choice ends that was aborted before any worker heard of it.
-ABORTED = Chunk(finish=Finish(FinishReason.ABORT))
+def aborted(choice: int) -> Chunk:
+    """How a choice ends that was aborted before any worker heard of it."""
+    return Chunk(finish=Finish(FinishReason.ABORT), choice=choice)
 
 
 def chunk_from_pb(message: decode_pb2.TokenChunk) -> Chunk:
@@ -31,4 +54,6 @@ def chunk_from_pb(message: decode_pb2.TokenChunk) -> Chunk:
         num_rows=message.num_rows,
         finish=None if reason is None else Finish(reason, stop),
         num_cached_tokens=message.num_cached_tokens,
+        choice=message.choice,
+        prompt_logprobs=message.prompt_logprobs,
     )

@@ -19,7 +19,7 @@ class SamplingDefaults(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -37,7 +37,7 @@ def load_defaults(model: str | None, *, ignore: bool) -> SamplingDefaults:
     """Reads the checkpoint's generation_config.json, unless told to ignore it or there is none.
 
     Raises:
-        ConfigError: `model` is no directory, the file is broken, or it asks for a penalty that is not supported.
+        ConfigError: `model` is no directory, or the file is broken.
     """
     if model is None:
         return SamplingDefaults()
@@ -48,12 +48,6 @@ def load_defaults(model: str | None, *, ignore: bool) -> SamplingDefaults:
         raw = json.loads((folder / FILE).read_bytes())
         if isinstance(raw, dict):
             raw = {name: value for name, value in raw.items() if value is not None}
-        defaults = SamplingDefaults.model_validate(raw)
+        return SamplingDefaults.model_validate(raw)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / FILE}: {error}; fix it or start with --ignore-generation-config") from error
-    if defaults.repetition_penalty != 1.0:
-        raise ConfigError(
-            f"{folder / FILE} sets repetition_penalty {defaults.repetition_penalty}, which is not supported; "
-            "start with --ignore-generation-config"
-        )
-    return defaults

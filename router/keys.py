@@ -10,6 +10,8 @@ from router.json_body import UnknownFields
 from router.live import LiveRequests
 from router.metrics import RouterMetrics
 from router.pipeline import Pipeline
+from router.text.chat import ChatTemplate
+from router.text.tokenizer import Tokenizer
 from router.validate import Planner
 
 
@@ -22,11 +24,22 @@ class ServedModel:
     created: int
 
 
+@dataclass(frozen=True, slots=True)
+class TextTools:
+    """What a checkpoint says about text; None where it says nothing."""
+
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+
+
 SETTINGS = web.AppKey("settings", RouterSettings)
 MODEL = web.AppKey("model", ServedModel)
 FLEET = web.AppKey("fleet", Fleet)
 LIVE = web.AppKey("live", LiveRequests)
 PLANNER = web.AppKey("planner", Planner)
 PIPELINE = web.AppKey("pipeline", Pipeline)
+TEXT = web.AppKey("text", TextTools)
 METRICS = web.AppKey("metrics", RouterMetrics)
+DOCUMENT = web.AppKey("document", str)
+DOCS_PAGE = web.AppKey("docs_page", str)
 UNKNOWN_FIELDS = web.AppKey("unknown_fields", UnknownFields)

@@ -11,8 +11,8 @@ from router.fleet import Pair
 
 
 @dataclass(frozen=True, slots=True)
-class LiveChoice:
-    """A choice that workers know about (or are about to)."""
+class LivePrompt:
+    """A prompt that workers know about (or are about to)."""
 
     request_id: str
     pair: Pair
@@ -20,22 +20,22 @@ class LiveChoice:
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One request between its first and its last byte. Once `aborted`, no further choice is opened."""
+    """One request between its first and its last byte. Once `aborted`, no further prompt is opened."""
 
     request_id: str
     aborted: bool = False
-    choices: dict[str, LiveChoice] = field(default_factory=dict)
-    #: Ends the whole request, also choices that are not opened yet.
+    prompts: dict[str, LivePrompt] = field(default_factory=dict)
+    #: Ends the whole request, also prompts that are not opened yet.
     failure: Failure = field(default_factory=Failure)
 
     @contextmanager
-    def serving(self, choice: LiveChoice) -> Iterator[None]:
-        """For as long as workers serve the choice."""
-        self.choices[choice.request_id] = choice
+    def serving(self, prompt: LivePrompt) -> Iterator[None]:
+        """For as long as workers serve the prompt."""
+        self.prompts[prompt.request_id] = prompt
         try:
             yield
         finally:
-            del self.choices[choice.request_id]
+            del self.prompts[prompt.request_id]
 
 
 class LiveRequests:

@@ -1,4 +1,4 @@
-"""One choice through its workers: decode grants a lease, prefill fills it, decode streams. All dialects run on this."""
+"""One prompt through its workers: decode grants a lease, prefill fills it, decode streams. All dialects run on this."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,18 +10,19 @@ from common.errors import HandoffError, InternalError, MoerelayError, Unavailabl
 from common.messages import sampling_to_pb
 from common.pb import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from router.calls import task_group, worker_errors
-from router.chunk import ABORTED, Chunk, chunk_from_pb
+from router.chunk import Chunk, aborted, chunk_from_pb
 from router.failure import Failure
 from router.fleet import Fleet, Pair
-from router.live import LiveChoice, LiveRequest
-from router.validate import ChoicePlan
+from router.live import LivePrompt, LiveRequest
+from router.plan import Plan
 from router.worker import Worker
 
-#: Receives the chunks of one choice in order; the pipeline waits for it, so a slow client slows its decode call down.
-Sink = Callable[[Chunk], Awaitable[None]]
+#: Receives the chunks of a prompt's choices, those of one choice in order; the pipeline waits for it, so a slow client
+#: slows its decode call down. True: the choice has ended, by the chunk's finish reason or because of what the text says.
+Sink = Callable[[Plan, Chunk], Awaitable[bool]]
 
 #: Is told what each prefill took.
-PrefillObserver = Callable[[prefill_pb2.PrefillReply], None]
+PrefillObserver = Callable[[Plan, prefill_pb2.PrefillReply], None]
 
 #: Decode ends its call right after the finish reason, and has acknowledged the handoff long before. A call that does
 #: not return by then has nothing left to tell and must not hold the client's stream open.
@@ -40,41 +41,41 @@ log = structlog.get_logger()
 
 
 class Pipeline:
-    """Runs choices on the fleet. Whoever cancels a run (a client that left) cancels both calls."""
+    """Runs prompts on the fleet. Whoever cancels a run (a client that left) cancels both calls."""
 
-    def __init__(self, fleet: Fleet, *, connect_timeout_s: float, on_prefill: PrefillObserver) -> None:
+    def __init__(self, fleet: Fleet, *, connect_timeout_s: float) -> None:
         self._fleet = fleet
         self._timeout_s = connect_timeout_s
-        self._on_prefill = on_prefill
 
-    async def run(self, choices: Sequence[tuple[ChoicePlan, Sink]], live: LiveRequest) -> None:
-        """Runs all choices of a request at the same time; the first that fails ends the others.
+    async def run(self, plans: Sequence[Plan], sink: Sink, live: LiveRequest, on_prefill: PrefillObserver) -> None:
+        """Runs all prompts of a request at the same time; the first that fails ends the others.
 
         Raises:
             MoerelayError: whatever a worker or the fleet reports.
         """
         async with task_group() as group:
-            for plan, sink in choices:
-                group.create_task(self._run_choice(plan, live, sink))
+            for plan in plans:
+                group.create_task(self._run_prompt(plan, live, sink, on_prefill))
 
     async def abort(self, live: LiveRequest) -> None:
-        """Tells the workers to end a request with finish reason "abort"; choices not yet opened end at once."""
+        """Tells the workers to end a request with finish reason "abort"; prompts not yet opened end at once."""
         live.aborted = True
         async with task_group() as group:
-            for choice in live.choices.values():
-                group.create_task(self._abort_choice(choice, live))
+            for prompt in live.prompts.values():
+                group.create_task(self._abort_prompt(prompt, live))
 
-    async def _run_choice(self, plan: ChoicePlan, live: LiveRequest, sink: Sink) -> None:
+    async def _run_prompt(self, plan: Plan, live: LiveRequest, sink: Sink, on_prefill: PrefillObserver) -> None:
         pair = self._fleet.pick()
         async with live.failure.guarding():
             await self._connect(pair.decode)
             if pair.prefill:
                 await self._connect(pair.prefill)
         if live.aborted:
-            await sink(ABORTED)
+            for choice in range(plan.sampling.n):
+                await sink(plan, aborted(choice))
             return
-        with live.serving(LiveChoice(plan.request_id, pair)):
-            await _ChoiceRun(plan, live, pair, sink, self._on_prefill).run()
+        with live.serving(LivePrompt(plan.request_id, pair)):
+            await _PromptRun(plan, live, pair, sink, on_prefill, timeout_s=self._timeout_s).run()
 
     async def _connect(self, worker: Worker) -> None:
         """A worker that does not even accept a connection is left alone before anything is sent to it."""
@@ -85,35 +86,40 @@ class Pipeline:
             worker.suspect()
             raise UnavailableError(f"worker {worker.id} accepts no connection") from None
 
-    async def _abort_choice(self, choice: LiveChoice, live: LiveRequest) -> None:
+    async def _abort_prompt(self, prompt: LivePrompt, live: LiveRequest) -> None:
         """Decode first: it then drops the handoff itself, instead of reporting a broken one."""
         for attempt in range(ABORT_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(ABORT_RETRY_S)
-            if await self._tell(choice.pair.decode, choice) or choice.request_id not in live.choices:
+            if await self._tell(prompt.pair.decode, prompt) or prompt.request_id not in live.prompts:
                 break
         try:
-            if choice.pair.prefill:
-                await self._tell(choice.pair.prefill, choice)
+            if prompt.pair.prefill:
+                await self._tell(prompt.pair.prefill, prompt)
         except MoerelayError as error:
             # It may have left long after its handoff; decode has dropped what it could still send.
-            log.info("prefill_not_told", request_id=choice.request_id, error=error.message)
+            log.info("prefill_not_told", request_id=prompt.request_id, error=error.message)
 
-    async def _tell(self, worker: Worker, choice: LiveChoice) -> bool:
-        """Whether the worker knew the choice."""
-        with worker_errors(worker.id):
-            request = worker_pb2.AbortRequest(request_id=choice.request_id)
-            reply = await worker.control.Abort(request, timeout=self._timeout_s)
-        return reply.found
+    async def _tell(self, worker: Worker, prompt: LivePrompt) -> bool:
+        """Whether the worker knew the prompt."""
+        return await _abort(worker, worker_pb2.AbortRequest(request_id=prompt.request_id), self._timeout_s)
 
 
-class _ChoiceRun:
-    """The calls of one choice. Rows and tokens come from decode only; prefill's call tells whether it worked."""
+async def _abort(worker: Worker, request: worker_pb2.AbortRequest, timeout_s: float) -> bool:
+    with worker_errors(worker.id):
+        return (await worker.control.Abort(request, timeout=timeout_s)).found
+
+
+class _PromptRun:
+    """The calls of one prompt. Rows and tokens come from decode only; prefill's call tells whether it worked."""
 
     def __init__(
-        self, plan: ChoicePlan, live: LiveRequest, pair: Pair, sink: Sink, on_prefill: PrefillObserver
+        self, plan: Plan, live: LiveRequest, pair: Pair, sink: Sink, on_prefill: PrefillObserver, *, timeout_s: float
     ) -> None:
         self._plan = plan
+        self._timeout_s = timeout_s
+        #: Choices that have not ended.
+        self._open = set(range(plan.sampling.n))
         self._live = live
         self._pair = pair
         self._sink = sink
@@ -133,24 +139,52 @@ class _ChoiceRun:
                 with self._pair.decode.serving(lost):
                     async with lost.guarding(), self._live.failure.guarding():
                         last = await self._relay(call, group)
-                # Outside the guards: what goes wrong while the client takes the last chunk changes nothing any more.
-                await self._sink(last)
-                await self._close(call)
+                if last:
+                    # Outside the guards: what goes wrong while the client takes the last chunk changes nothing any more.
+                    await self._sink(self._plan, last)
+                    await self._close(call)
+                else:
+                    await self._end_early(call)
             finally:
                 call.cancel()
 
-    async def _relay(self, call: GenerateCall, group: asyncio.TaskGroup) -> Chunk:
-        """Starts prefill when decode asks for it and passes on every chunk but the last, which it returns."""
-        while True:
+    async def _relay(self, call: GenerateCall, group: asyncio.TaskGroup) -> Chunk | None:
+        """Starts prefill when decode asks for it and passes on every chunk but the last, which it returns.
+
+        None: every choice has ended, but decode does not know that of all of them yet.
+        """
+        while self._open:
             event = await self._next_event(call)
             if event.HasField("lease"):
                 self._start_prefill(event.lease, group)
                 continue
             chunk = chunk_from_pb(event.chunk)
             self._handed_over = self._handed_over or bool(chunk.tokens or chunk.finish)
-            if chunk.finish is not None:
+            if chunk.finish is not None and self._open == {chunk.choice}:
                 return chunk
-            await self._sink(chunk)
+            if chunk.choice in self._open and await self._sink(self._plan, chunk):
+                self._open.discard(chunk.choice)
+                if chunk.finish is None and self._open:
+                    group.create_task(self._drop(chunk.choice))
+        return None
+
+    async def _drop(self, choice: int) -> None:
+        """Nobody wants more of this choice; the others go on."""
+        try:
+            await _abort(
+                self._pair.decode,
+                worker_pb2.AbortRequest(request_id=self._plan.request_id, choice=choice),
+                self._timeout_s,
+            )
+        except MoerelayError as error:
+            log.info("choice_not_dropped", request_id=self._plan.request_id, choice=choice, error=error.message)
+
+    async def _end_early(self, call: GenerateCall) -> None:
+        """Decode computes what nobody wants any more; prefill has handed over and only needs to say so."""
+        call.cancel()
+        if self._prefill:
+            await asyncio.wait([self._prefill], timeout=CLOSING_GRACE_S)
+            self._prefill.cancel()
 
     async def _next_event(self, call: GenerateCall) -> decode_pb2.GenerateEvent:
         worker = self._pair.decode
@@ -175,9 +209,9 @@ class _ChoiceRun:
             self._prefill = group.create_task(self._run_prefill(self._pair.prefill, lease))
 
     async def _run_prefill(self, worker: Worker, lease: prefill_pb2.Lease) -> None:
-        """Raises what makes the choice fail; later, and after an abort, errors are only logged."""
+        """Raises what makes the prompt fail; later, and after an abort, errors are only logged."""
         try:
-            self._on_prefill(await self._call_prefill(worker, lease))
+            self._on_prefill(self._plan, await self._call_prefill(worker, lease))
         except MoerelayError as error:
             if await self._is_fatal(error):
                 raise
@@ -191,7 +225,7 @@ class _ChoiceRun:
                     return await worker.prefill.Prefill(self._prefill_request(lease))
 
     async def _is_fatal(self, error: MoerelayError) -> bool:
-        """Whether prefill's error ends the choice. Of two reports of a broken handoff, decode's counts."""
+        """Whether prefill's error ends the prompt. Of two reports of a broken handoff, decode's counts."""
         if isinstance(error, HandoffError) and not (self._handed_over or self._live.aborted):
             if self._broken:
                 return False
@@ -220,6 +254,7 @@ class _ChoiceRun:
             sampling=sampling_to_pb(self._plan.sampling),
             routing=self._routing(),
             prefill_site=decode_pb2.PREFILL_SITE_REMOTE if remote else decode_pb2.PREFILL_SITE_LOCAL,
+            priority=self._plan.priority,
         )
 
     def _prefill_request(self, lease: prefill_pb2.Lease) -> prefill_pb2.PrefillRequest:
@@ -229,6 +264,7 @@ class _ChoiceRun:
             sampling=sampling_to_pb(self._plan.sampling),
             routing=self._routing(),
             lease=lease,
+            priority=self._plan.priority,
         )
 
     def _routing(self) -> types_pb2.RoutingParams:

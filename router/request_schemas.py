@@ -15,6 +15,13 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 INT32_MAX = 2**31 - 1
 
+CacheSalt = Annotated[
+    str, Field(min_length=1, max_length=1024, description="Prefixes are cached apart for each salt; never seen in output.")
+]
+Priority = Annotated[
+    int, Field(ge=INT64_MIN, le=INT64_MAX, description="Lower is admitted first; equal ones in order of arrival.")
+]
+
 
 class RequestModel(BaseModel):
     """Base of everything a client sends."""
@@ -35,40 +42,62 @@ class StreamOptions(RequestModel):
     )
 
 
+class StructuredOutputs(RequestModel):
+    """What the output must follow; exactly one of these."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json", description="JSON schema, as object or as text.")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, description="The output is one of these strings.")
+    grammar: str | None = Field(None, description="A Lark-like or EBNF grammar.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+
+
+#: How rows are worded: a base64 .npy file, or prime-rl's object.
+RowsFormat = Literal["npy", "dict"]
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(description="Vocabulary id, as a decimal string, to what is added to its logit."),
+]
+Seed = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX, description="Drawn by the router when absent.")]
+#: -1 asks for the whole vocabulary, which the server's limit must allow.
+NumLogprobs = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+Stops = str | list[str]
+
+
 class SamplingFields(RequestModel):
-    """`sampling_params`. Fields whose description says "only" are known, and refused with any other value."""
+    """`sampling_params`, and what every other dialect is translated into."""
 
     n: int | None = Field(None, ge=1, description="Number of choices, each with its own tokens and rows.")
     temperature: float | None = Field(None, ge=0, description="0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=INT32_MAX, description="0 or -1 is off.")
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, description="Drawn by the router when absent.")
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = Field(None, description="Once for every id generated before.")
+    frequency_penalty: Penalty | None = Field(None, description="For each time an id was generated before.")
+    repetition_penalty: float | None = Field(None, gt=0, le=2, description="Over prompt and output; 1 is off.")
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: TokenIds | None = Field(None, description="The only ids that may be sampled.")
+    bad_words: list[str] | None = Field(None, description="Texts that the output must not contain.")
+    stop: Stops | None = Field(None, description="Texts that end the output.")
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop string in the text.")
     max_tokens: int | None = Field(None, ge=1, description="Absent: the rest of the context; clamped to the context.")
     min_tokens: int | None = Field(None, ge=0)
-    logprobs: int | None = Field(None, ge=0, description="Alternatives per token; absent: no logprobs.")
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, description="Vocabulary id, as a decimal string, to what is added to its logit."
-    )
+    logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; absent: no logprobs.")
+    prompt_logprobs: NumLogprobs | None = Field(None, description="The same for prompt tokens.")
+    detokenize: bool | None = Field(None, description="False is incompatible with `stop`; else no effect on ids.")
+    skip_special_tokens: bool | None = Field(None, description="Whether texts, and stops, see special tokens.")
+    structured_outputs: StructuredOutputs | None = None
     routed_experts_prompt_start: int | None = Field(
         None, ge=0, description="First position whose row is returned, at most the prompt length."
     )
     return_routed_experts: bool | None = Field(None, description="False switches routing rows off for this request.")
-    detokenize: bool | None = Field(None, description="No effect on token output.")
-    skip_special_tokens: bool | None = Field(None, description="No effect on token output.")
-    routed_experts_format: str | None = Field(None, description='Only "npy".')
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Only 0.")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Only 0.")
-    repetition_penalty: float | None = Field(None, gt=0, le=2, description="Only 1.")
-    allowed_token_ids: TokenIds | None = Field(None, description="Only null or an empty list.")
-    bad_words: list[str] | None = Field(None, description="Only null or an empty list.")
-    stop: str | list[str] | None = Field(None, description="Only null or an empty list.")
-    include_stop_str_in_output: bool | None = Field(None, description="Only false.")
-    prompt_logprobs: int | None = Field(None, description="Only null.")
-    structured_outputs: dict[str, Any] | None = Field(None, description="Only null or an empty object.")
-    return_sampling_mask: bool | None = Field(None, description="Only false.")
+    routed_experts_format: RowsFormat | None = Field(None, description="Overrides the server's format of rows.")
+    return_sampling_mask: bool | None = Field(None, description="Report the ids that survived top-k, top-p, min-p.")
 
 
 class GenerateRequest(RequestModel):
@@ -83,8 +112,8 @@ class GenerateRequest(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="Also return the prompt's ids.")
-    cache_salt: str | None = Field(None, min_length=1, description="Accepted; has no effect on the output.")
-    priority: int | None = Field(None, description="Accepted; has no effect on the output.")
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
     kv_transfer_params: dict[str, Any] | None = Field(None, description="Only null or an empty object.")
 
 

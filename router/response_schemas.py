@@ -65,14 +65,39 @@ class WeightVersion(ResponseModel):
     end: int
 
 
+class RoutedExperts(ResponseModel):
+    """Rows as an object. `data` comes first: prime-rl's client looks for it in the text, without parsing JSON."""
+
+    data: str = Field(description="Base64 of the array's little-endian bytes, C order.")
+    shape: list[int] = Field(description="[rows, num_layers, top_k]")
+    dtype: Literal["uint8", "uint16", "int16", "int32"]
+    start: int = Field(description="Position of the first row.")
+
+
+class PromptLogprob(ResponseModel):
+    """One vocabulary id at one prompt position: fp32 log-softmax of the raw logits; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = Field(description="The id's text, on the endpoints that speak text.")
+
+
+#: By vocabulary id, as a decimal string: the prompt's own token first. Null at position 0, which follows nothing.
+PromptLogprobEntry = dict[str, PromptLogprob] | None
+
+
 class _Choice(ResponseModel):
     index: int
     token_ids: list[int]
     finish_reason: FinishReason | None
-    stop_reason: int | None = Field(description="The stop token id that ended the choice; null for end-of-sequence.")
+    stop_reason: int | str | None = Field(
+        description="The stop token id, or the stop string, that ended the choice; null for end-of-sequence."
+    )
     logprobs: ChoiceLogprobs | None
-    routed_experts: str | None
-    sampling_mask: None
+    routed_experts: str | RoutedExperts | None
+    sampling_mask: list[list[int]] | None = Field(
+        description="Per token the vocabulary ids that survived top-k, top-p and min-p, ascending, its own included."
+    )
     weight_versions: list[WeightVersion] | None
 
 
@@ -84,7 +109,8 @@ class GenerateResponseChoice(_Choice):
     the prompt length and `start` is `routed_experts_prompt_start` (0 if absent). The last generated token was never
     forwarded and has no row. Ids in a row are ordered by selection score, ties to the lower id; layers without experts
     hold zeros. The dtype depends on the model only: uint8 up to 256 experts, uint16 up to 65,536, int32 beyond.
-    With `start == p` and `g == 1` the array is there and has no rows.
+    With `start == p` and `g == 1` the array is there and has no rows. With `routed_experts_format: "dict"` it is an
+    object instead, see `RoutedExperts`.
 
     It is null if the server or the request switched routing off, and if the choice was aborted before its first token
     (`g = 0`). A choice that was aborted later has the rows of the tokens it returns.
@@ -100,7 +126,7 @@ class GenerateResponse(ResponseModel):
     model: str
     created: int = Field(description="Seconds since the epoch.")
     usage: Usage
-    prompt_logprobs: None
+    prompt_logprobs: list[PromptLogprobEntry] | None = Field(description="One entry per prompt token.")
     prompt_token_ids: list[int] | None
     choices: list[GenerateResponseChoice]
 

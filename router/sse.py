@@ -9,8 +9,8 @@ from common.errors import MoerelayError
 from router.client import ClientWriter
 from router.errors import error_body
 
-#: Makes the JSON of one event; is told whether it is the stream's first.
-MakeEvent = Callable[[bool], Awaitable[bytes]]
+#: Makes the JSON of one event, or None if there is nothing to tell; is told whether it is the stream's first.
+MakeEvent = Callable[[bool], Awaitable[bytes | None]]
 
 #: Bytes around an event's JSON.
 FRAMING_BYTES = len(b"data: \n\n")
@@ -52,8 +52,10 @@ class EventStream:
     async def send_made(self, make: MakeEvent) -> None:
         """As `send`, with an event that is made when its turn has come."""
         async with self._lock:
-            first, self._started = not self._started, True
-            await self._client.write(encode_event(await make(first)))
+            event = await make(not self._started)
+            if event is not None:
+                self._started = True
+                await self._client.write(encode_event(event))
 
     async def finish(self) -> web.StreamResponse:
         """Closes a complete stream."""

@@ -3,19 +3,25 @@
 Sans-I/O. The rule both sides of the router keep: once a choice has g >= 1 tokens, it has p - start + g - 1 rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from common.errors import RoutingMissingError
 from common.routing.record import RoutingArray, RoutingLayout
-from common.sampling import Finish, SampledToken
-from router.chunk import Chunk
-from router.validate import ChoicePlan
+from common.sampling import Finish, FinishReason, SampledToken
+from router.choice import ReadChunk
+from router.plan import Plan
 
 #: Bytes before the data in an .npy file of a routing array.
 NPY_HEADER_BYTES = 128
+
+#: JSON may write a character as \\uXXXX\\uXXXX.
+MAX_JSON_BYTES_PER_CHARACTER = 12
+
+#: Upper bound of what a token and the text it released take in an event's JSON.
+TokenCost = Callable[[SampledToken, str], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,10 @@ class Piece:
 
     tokens: tuple[SampledToken, ...] = ()
     rows: tuple[RoutingArray, ...] | None = None
+    #: Position of the first row.
+    rows_start: int = 0
     finish: Finish | None = None
+    text: str = ""
 
     @property
     def rows_TLK(self) -> RoutingArray | None:
@@ -34,28 +43,32 @@ class Piece:
     @property
     def num_bytes(self) -> int:
         """About what the event will take."""
-        return sum(part.nbytes for part in self.rows or ()) + sum(map(token_bytes, self.tokens))
+        return sum(part.nbytes for part in self.rows or ()) + sum(token_bytes(t, "") for t in self.tokens)
 
 
 class RowLedger:
     """Counts tokens and rows of one choice and refuses any chunk that breaks the rule."""
 
-    def __init__(self, plan: ChoicePlan, layout: RoutingLayout) -> None:
+    def __init__(self, plan: Plan, layout: RoutingLayout) -> None:
         self.enabled = plan.routing_start is not None
         self._plan = plan
         self._layout = layout
-        self.num_prompt_rows = plan.prompt_len - (plan.routing_start or 0)
+        self.start = plan.routing_start or 0
+        self.num_prompt_rows = plan.prompt_len - self.start
         self.num_tokens = 0
         self.num_rows = 0
+        self._finish: Finish | None = None
 
-    def add(self, chunk: Chunk) -> RoutingArray:
+    def add(self, read: ReadChunk) -> RoutingArray:
         """Views the chunk's rows as [num_rows, L, K].
 
         Raises:
             RoutingMissingError: a row is missing, or there is one too many.
         """
+        chunk = read.chunk
         self.num_tokens += len(chunk.tokens)
         self.num_rows += chunk.num_rows
+        self._finish = chunk.finish
         if not self._complete():
             raise RoutingMissingError(
                 f"{self._plan.request_id}: {self.num_rows} routing rows after {self.num_tokens} tokens of a prompt of "
@@ -69,47 +82,61 @@ class RowLedger:
     def _complete(self) -> bool:
         if not self.enabled:
             return self.num_rows == 0
+        if self._prompt_is_done_alone():
+            return self.num_rows == self.num_prompt_rows
         if self.num_tokens == 0:
             return self.num_rows <= self.num_prompt_rows
         return self.num_rows == self.num_prompt_rows + self.num_tokens - 1
+
+    @property
+    def void(self) -> bool:
+        """No array is owed: routing is off, or the choice ended before its prompt was computed."""
+        return not self.enabled or (self.num_tokens == 0 and not self._prompt_is_done_alone())
+
+    def _prompt_is_done_alone(self) -> bool:
+        """The request wanted the prompt only, and has it."""
+        return self._plan.prompt_only and self._finish is not None and self._finish.reason is not FinishReason.ABORT
 
 
 class Whole:
     """Collects a choice: the non-streaming answer, and the rows of a "final" stream."""
 
-    def __init__(self, plan: ChoicePlan, layout: RoutingLayout) -> None:
+    def __init__(self, plan: Plan, layout: RoutingLayout) -> None:
         self._ledger = RowLedger(plan, layout)
         self._layout = layout
         self._rows: list[RoutingArray] = []
+        self._texts: list[str] = []
         self.tokens: list[SampledToken] = []
         self.finish: Finish | None = None
 
-    def feed(self, chunk: Chunk) -> None:
-        self._rows.append(self._ledger.add(chunk))
-        self.tokens.extend(chunk.tokens)
-        self.finish = chunk.finish
+    def feed(self, read: ReadChunk) -> None:
+        self._rows.append(self._ledger.add(read))
+        self.tokens.extend(read.chunk.tokens)
+        self._texts += (*read.texts, read.tail)
+        self.finish = read.chunk.finish
 
     def rows(self) -> tuple[RoutingArray, ...] | None:
-        """All rows so far, at least one part; None when routing is off or there is no token."""
-        if not self._ledger.enabled or not self.tokens:
-            return None
-        return (self._layout.empty(0), *self._rows)
+        """All rows so far, at least one part; None when none are owed."""
+        return None if self._ledger.void else (self._layout.empty(0), *self._rows)
 
     def piece(self) -> Piece:
         """Everything so far."""
-        return Piece(tuple(self.tokens), self.rows(), self.finish)
+        return Piece(tuple(self.tokens), self.rows(), self._ledger.start, self.finish, "".join(self._texts))
 
 
 class FinalStitcher:
     """Events of a "final" stream: tokens as they come, every row on the last event."""
 
-    def __init__(self, plan: ChoicePlan, layout: RoutingLayout) -> None:
+    def __init__(self, plan: Plan, layout: RoutingLayout) -> None:
         self._whole = Whole(plan, layout)
+        self._start = plan.routing_start or 0
 
-    def feed(self, chunk: Chunk) -> Iterator[Piece]:
-        self._whole.feed(chunk)
+    def feed(self, read: ReadChunk) -> Iterator[Piece]:
+        self._whole.feed(read)
+        chunk = read.chunk
         if chunk.tokens or chunk.finish:
-            yield Piece(chunk.tokens, self._whole.rows() if chunk.finish else None, chunk.finish)
+            rows = self._whole.rows() if chunk.finish else None
+            yield Piece(chunk.tokens, rows, self._start, chunk.finish, "".join((*read.texts, read.tail)))
 
 
 @dataclass(slots=True)
@@ -119,6 +146,7 @@ class _Draft:
     first_row: int
     end_row: int
     tokens: list[SampledToken] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     token_bytes: int = 0
 
     @property
@@ -133,61 +161,76 @@ class DeltaStitcher:
         budget_bytes: what tokens and rows of one event may take, JSON and base64 included. One row or one token is sent
             whatever its size.
         first_budget_bytes: the same for the choice's first event.
+        token_cost: what a token takes in the dialect's events.
     """
 
     def __init__(
         self,
-        plan: ChoicePlan,
+        plan: Plan,
         layout: RoutingLayout,
         budget_bytes: int,
         first_budget_bytes: int,
+        token_cost: TokenCost,
     ) -> None:
         self._ledger = RowLedger(plan, layout)
         self._layout = layout
         self._budget = first_budget_bytes
         self._later_budget = budget_bytes
+        self._token_cost = token_cost
         self._sent_array = False
 
-    def feed(self, chunk: Chunk) -> Iterator[Piece]:
+    def feed(self, read: ReadChunk) -> Iterator[Piece]:
         """The chunk as events, in order; each keeps the rule of the module's docstring."""
-        tokens_before = self._ledger.num_tokens
-        rows_TLK = self._ledger.add(chunk)
-        drafts = list(self._cut(chunk, tokens_before))
+        tokens_before, rows_before = self._ledger.num_tokens, self._ledger.num_rows
+        rows_TLK = self._ledger.add(read)
+        drafts = list(self._cut(read, tokens_before))
         for at, draft in enumerate(drafts):
-            finish = chunk.finish if at == len(drafts) - 1 else None
+            last = at == len(drafts) - 1
+            finish = read.chunk.finish if last else None
             array_TLK = self._array(rows_TLK, draft, finish)
-            yield Piece(tuple(draft.tokens), None if array_TLK is None else (array_TLK,), finish)
+            yield Piece(
+                tokens=tuple(draft.tokens),
+                rows=None if array_TLK is None else (array_TLK,),
+                rows_start=self._ledger.start + rows_before + draft.first_row,
+                finish=finish,
+                text="".join(draft.texts) + (read.tail if last else ""),
+            )
 
-    def _cut(self, chunk: Chunk, tokens_before: int) -> Iterator[_Draft]:
-        lead = self._num_lead_rows(chunk, tokens_before)
+    def _cut(self, read: ReadChunk, tokens_before: int) -> Iterator[_Draft]:
+        chunk = read.chunk
+        lead = self._num_lead_rows(read, tokens_before)
         draft = _Draft(0, 0)
         while draft.end_row < lead:
             draft.end_row += min(lead - draft.end_row, self._num_rows_that_fit())
             if draft.end_row < lead:
-                yield draft
-                self._budget = self._later_budget
+                yield from self._closed(draft)
                 draft = _Draft(draft.end_row, draft.end_row)
-        for at, token in enumerate(chunk.tokens):
+        texts = read.texts or ("",) * len(chunk.tokens)
+        for at, (token, text) in enumerate(zip(chunk.tokens, texts, strict=True)):
             num_rows = 1 if tokens_before + at > 0 and self._ledger.enabled else 0
-            cost = token_bytes(token)
+            cost = self._token_cost(token, text)
             if not draft.empty and self._size(draft, num_rows, cost) > self._budget:
-                yield draft
-                self._budget = self._later_budget
+                yield from self._closed(draft)
                 draft = _Draft(draft.end_row, draft.end_row)
             draft.tokens.append(token)
+            draft.texts.append(text)
             draft.token_bytes += cost
             draft.end_row += num_rows
         if not draft.empty or chunk.finish:
-            yield draft
-            self._budget = self._later_budget
+            yield from self._closed(draft)
 
-    def _num_lead_rows(self, chunk: Chunk, tokens_before: int) -> int:
+    def _closed(self, draft: _Draft) -> Iterator[_Draft]:
+        yield draft
+        self._budget = self._later_budget
+
+    def _num_lead_rows(self, read: ReadChunk, tokens_before: int) -> int:
         """Rows of the chunk that belong to the prompt and therefore go before (or with) its first token."""
-        if not chunk.tokens:
-            return chunk.num_rows
+        num_tokens, num_rows = len(read.chunk.tokens), read.chunk.num_rows
+        if not num_tokens:
+            return num_rows
         if tokens_before or not self._ledger.enabled:
             return 0
-        return chunk.num_rows - (len(chunk.tokens) - 1)
+        return num_rows - (num_tokens - 1)
 
     def _num_rows_that_fit(self) -> int:
         return max(1, (self._budget // 4 * 3 - NPY_HEADER_BYTES) // self._layout.row_bytes)
@@ -197,8 +240,7 @@ class DeltaStitcher:
         return draft.token_bytes + more_token_bytes + base64_bytes(num_rows * self._layout.row_bytes)
 
     def _array(self, rows_TLK: RoutingArray, draft: _Draft, finish: Finish | None) -> RoutingArray | None:
-        aborted_before_first_token = self._ledger.num_tokens == 0
-        owed_empty = finish is not None and not self._sent_array and not aborted_before_first_token
+        owed_empty = finish is not None and not self._sent_array and not self._ledger.void
         if not self._ledger.enabled or (draft.first_row == draft.end_row and not owed_empty):
             return None
         self._sent_array = True
@@ -213,11 +255,10 @@ def base64_bytes(num_bytes: int) -> int:
     return (NPY_HEADER_BYTES + num_bytes + 2) // 3 * 4 if num_bytes else 0
 
 
-def token_bytes(token: SampledToken) -> int:
-    """Upper bound of what a token takes in an event's JSON: its id, and its logprobs if there are any.
+def token_bytes(token: SampledToken, text: str) -> int:
+    """Upper bound of what a token takes in an event's JSON: id, mask and text, and its logprobs if there are any.
 
     A uint32 takes at most 10 characters and a float 24; the rest is keys, brackets and commas.
     """
-    if token.logprob is None:
-        return 11
-    return 11 + 128 + 96 * (1 + len(token.top))
+    size = 11 + MAX_JSON_BYTES_PER_CHARACTER * len(text) + 11 * len(token.mask or ())
+    return size if token.logprob is None else size + 128 + 96 * (1 + len(token.top))

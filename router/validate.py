@@ -1,21 +1,22 @@
-"""From a request as sent to the choices that workers run: every check that needs the model or the settings.
+"""From what a request asks for to the plans that workers run: every check that needs the model or the settings.
 
 Sans-I/O. After this, prefill and decode workers never meet a bad request.
 """
 
 import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 from common.config import RouterSettings
 from common.errors import InvalidRequestError, NotFoundError
-from common.pb import types_pb2
-from common.routing.record import RoutingLayout
 from common.sampling import INT64_MIN, SamplingParams
 from router.defaults import SamplingDefaults
-from router.request_schemas import GenerateRequest, SamplingFields
+from router.plan import Ask, ModelLimits, Plan, TextOptions
+from router.request_schemas import SamplingFields
+from router.text.bad_words import encode_bad_words
+from router.text.grammar import grammar_of
+from router.text.tokenizer import Tokenizer
 
 ValueT = TypeVar("ValueT")
 
@@ -23,59 +24,12 @@ ValueT = TypeVar("ValueT")
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 _TOKEN_ID_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 
-#: Known fields that are not supported, with the values that mean "not used".
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "routed_experts_format": ("npy",),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "stop": ([],),
-    "include_stop_str_in_output": (False,),
-    "prompt_logprobs": (),
-    "structured_outputs": ({},),
-    "return_sampling_mask": (False,),
-}
 
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What requests are checked against: the model that the fleet serves."""
-
-    vocab_size: int
-    max_model_len: int
-    layout: RoutingLayout
-    weight_version: str
-    eos_token_ids: frozenset[int]
-
-    @classmethod
-    def of(cls, model: types_pb2.ModelDescription) -> "ModelLimits":
-        layout = RoutingLayout(model.num_layers, model.top_k, model.num_experts)
-        return cls(model.vocab_size, model.max_model_len, layout, model.weight_version, frozenset(model.eos_token_ids))
-
-
-@dataclass(frozen=True, slots=True)
-class ChoicePlan:
-    """One choice, ready to run. `routing_start` is None when no rows are wanted."""
-
-    index: int
-    #: Unique on every worker.
-    request_id: str
-    token_ids: Sequence[int]
-    sampling: SamplingParams
-    routing_start: int | None
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.token_ids)
-
-
-def request_id(header: str | None, field: str | None) -> str:
+def request_id(header: str | None, field: str | None, prefix: str) -> str:
     """The id the client gave, or a new one. Raises InvalidRequestError if it cannot be used."""
     given = header if header is not None else field
     if given is None:
-        return f"generate-tokens-{secrets.token_hex(8)}"
+        return f"{prefix}-{secrets.token_hex(8)}"
     if not _REQUEST_ID.fullmatch(given):
         raise InvalidRequestError("request_id must be 1 to 256 visible ASCII characters", param="request_id")
     return given
@@ -84,18 +38,30 @@ def request_id(header: str | None, field: str | None) -> str:
 def check_model_name(name: str | None, served: str) -> None:
     """Raises NotFoundError unless the request names the served model or none."""
     if name is not None and name != served:
-        raise NotFoundError(f"the model {name!r} does not exist; this server serves {served!r}", param="model")
+        raise NotFoundError(f"the model {name[:256]!r} does not exist; this server serves {served!r}", param="model")
+
+
+def tokenizer_or_refusal(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
+    """Raises InvalidRequestError if text is needed and the cluster knows none."""
+    if tokenizer is None:
+        raise InvalidRequestError(
+            f"{param} needs a tokenizer, and this server has none (its checkpoint lacks tokenizer.json, or the router "
+            "was started without --model); send token ids to /inference/v1/generate",
+            param=param,
+        )
+    return tokenizer
 
 
 class Planner:
-    """Turns requests into choices under one server's settings and the checkpoint's defaults."""
+    """Turns requests into plans under one server's settings and the checkpoint's defaults."""
 
-    def __init__(self, settings: RouterSettings, defaults: SamplingDefaults) -> None:
+    def __init__(self, settings: RouterSettings, defaults: SamplingDefaults, tokenizer: Tokenizer | None) -> None:
         self._settings = settings
         self._defaults = defaults
+        self._tokenizer = tokenizer
 
-    def plan(self, request: GenerateRequest, request_id: str, limits: ModelLimits) -> list[ChoicePlan]:
-        """One plan per choice; the choices differ in index and id only.
+    def plan(self, ask: Ask, request_id: str, limits: ModelLimits) -> list[Plan]:
+        """One plan per prompt; they differ in prompt and id only.
 
         Ids end in a random part: a client that comes back with the same id must not be refused because a worker has not
         let go of the call before.
@@ -103,24 +69,47 @@ class Planner:
         Raises:
             InvalidRequestError: naming the field.
         """
-        fields = request.sampling_params
-        _check_prompt(request.token_ids, limits)
-        _check_supported(request)
-        start = self._routing_start(fields, len(request.token_ids))
-        sampling = self._sampling(fields, len(request.token_ids), limits)
+        self._check_counts(ask)
+        for token_ids in ask.prompts:
+            _check_prompt(token_ids, ask.prompt_param, limits)
+        seed = INT64_MIN + secrets.randbits(64) if ask.sampling.seed is None else ask.sampling.seed
         nonce = secrets.token_hex(4)
         return [
-            ChoicePlan(
-                index, f"{request_id}-{index}-{nonce}", request.token_ids, replace(sampling, choice=index), start
+            Plan(
+                index=index,
+                request_id=f"{request_id}-{index}-{nonce}",
+                token_ids=token_ids,
+                sampling=self._sampling(ask, len(token_ids), seed, limits),
+                routing_start=self._routing_start(ask.sampling, len(token_ids)),
+                text=self._text(ask),
+                priority=ask.priority,
+                prompt_only=ask.prompt_only,
             )
-            for index in range(self._num_choices(fields))
+            for index, token_ids in enumerate(ask.prompts)
         ]
 
-    def _num_choices(self, fields: SamplingFields) -> int:
-        n = fields.n or 1
-        if n > self._settings.max_n:
-            raise InvalidRequestError(f"n must be at most {self._settings.max_n}, got {n}", param="n")
-        return n
+    def _check_counts(self, ask: Ask) -> None:
+        """Everything that grows with a number the client chose, before anything is made of it."""
+        settings, fields = self._settings, ask.sampling
+        _check_at_most("n", fields.n or 1, settings.max_n)
+        _check_at_most(ask.prompt_param, len(ask.prompts), settings.max_prompts, "prompts")
+        _check_at_most("n", len(ask.prompts) * (fields.n or 1), settings.max_n, "choices of all prompts")
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            listed: Collection[object] = getattr(fields, name) or ()
+            _check_at_most(name, len(listed), settings.max_listed_tokens, "entries")
+        self._check_texts("bad_words", fields.bad_words or [])
+        self._check_texts("stop", _stops(fields))
+
+    def _check_texts(self, name: str, texts: Sequence[str]) -> None:
+        _check_at_most(name, len(texts), self._settings.max_stop_strings, "entries")
+        for text in texts:
+            if not text:
+                raise InvalidRequestError(f"{name} must not contain an empty string", param=name)
+            if len(text) > self._settings.max_stop_bytes:
+                raise InvalidRequestError(
+                    f"{name}: a string of {len(text)} characters; at most {self._settings.max_stop_bytes} are allowed",
+                    param=name,
+                )
 
     def _routing_start(self, fields: SamplingFields, prompt_len: int) -> int | None:
         start = fields.routed_experts_prompt_start or 0
@@ -132,65 +121,108 @@ class Planner:
         wanted = self._settings.enable_return_routed_experts and fields.return_routed_experts is not False
         return start if wanted else None
 
-    def _sampling(self, fields: SamplingFields, prompt_len: int, limits: ModelLimits) -> SamplingParams:
+    def _sampling(self, ask: Ask, prompt_len: int, seed: int, limits: ModelLimits) -> SamplingParams:
+        fields = ask.sampling
         room = limits.max_model_len - prompt_len
-        max_tokens = min(room, fields.max_tokens or room)
+        max_tokens = 1 if ask.prompt_only else min(room, fields.max_tokens or room)
         min_tokens = min(_min_tokens(fields), max_tokens)
-        stop_token_ids = _stop_token_ids(fields, limits)
-        _check_reachable(min_tokens, stop_token_ids, limits)
+        stop_token_ids = frozenset(_known_ids(fields.stop_token_ids, limits, "stop_token_ids"))
+        allowed = frozenset(_known_ids(fields.allowed_token_ids, limits, "allowed_token_ids"))
+        _check_reachable(min_tokens, stop_token_ids, allowed, limits)
         top_k = _or(fields.top_k, self._defaults.top_k)
         return SamplingParams(
+            n=fields.n or 1,
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             temperature=_or(fields.temperature, self._defaults.temperature),
             top_p=_or(fields.top_p, self._defaults.top_p),
             top_k=0 if top_k == -1 else min(top_k, limits.vocab_size),
             min_p=_or(fields.min_p, self._defaults.min_p),
-            seed=INT64_MIN + secrets.randbits(64) if fields.seed is None else fields.seed,
+            seed=seed,
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(fields.ignore_eos),
-            logprobs=self._logprobs(fields, limits),
+            logprobs=self._num_logprobs("logprobs", fields.logprobs, limits),
             logit_bias=_logit_bias(fields, limits),
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            repetition_penalty=_or(fields.repetition_penalty, self._defaults.repetition_penalty),
+            allowed_token_ids=allowed,
+            bad_words=self._bad_words(fields),
+            processed_logprobs=self._settings.logprobs_mode == "processed_logprobs",
+            prompt_logprobs=self._num_logprobs("prompt_logprobs", fields.prompt_logprobs, limits),
+            grammar=self._grammar(fields),
+            sampling_mask=bool(fields.return_sampling_mask),
         )
 
-    def _logprobs(self, fields: SamplingFields, limits: ModelLimits) -> int | None:
-        if fields.logprobs is None:
+    def _num_logprobs(self, name: str, wanted: int | None, limits: ModelLimits) -> int | None:
+        if wanted is None:
             return None
-        if fields.logprobs > self._settings.max_logprobs:
-            raise InvalidRequestError(
-                f"logprobs must be at most {self._settings.max_logprobs}, got {fields.logprobs}", param="logprobs"
-            )
-        return min(fields.logprobs, limits.vocab_size)
+        count = limits.vocab_size if wanted == -1 else wanted
+        _check_at_most(name, count, self._settings.max_logprobs)
+        return min(count, limits.vocab_size)
+
+    def _bad_words(self, fields: SamplingFields) -> tuple[tuple[int, ...], ...]:
+        if not fields.bad_words:
+            return ()
+        return encode_bad_words(fields.bad_words, tokenizer_or_refusal(self._tokenizer, "bad_words"))
+
+    def _grammar(self, fields: SamplingFields) -> str | None:
+        if fields.structured_outputs is None:
+            return None
+        grammar = grammar_of(fields.structured_outputs, max_bytes=self._settings.max_grammar_bytes)
+        if grammar is not None:
+            tokenizer_or_refusal(self._tokenizer, "structured_outputs")
+        return grammar
+
+    def _text(self, ask: Ask) -> TextOptions:
+        fields = ask.sampling
+        stop = tuple(_stops(fields))
+        if stop and fields.detokenize is False:
+            raise InvalidRequestError("stop strings need detokenize to be true", param="stop")
+        if stop:
+            tokenizer_or_refusal(self._tokenizer, "stop")
+        return TextOptions(
+            shown=ask.wants_text,
+            stop=stop,
+            include_stop=bool(fields.include_stop_str_in_output),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            min_tokens=fields.min_tokens or 0,
+        )
 
 
 def _or(value: ValueT | None, default: ValueT) -> ValueT:
     return default if value is None else value
 
 
-def _check_prompt(token_ids: Sequence[int], limits: ModelLimits) -> None:
+def _stops(fields: SamplingFields) -> Sequence[str]:
+    return [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+
+
+def _check_at_most(name: str, value: int, bound: int, what: str = "") -> None:
+    if value > bound:
+        raise InvalidRequestError(
+            f"{name} must be at most {bound}, got {value} {what}".rstrip(), param=name
+        )
+
+
+def _check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
+    if not token_ids:
+        raise InvalidRequestError(f"{param}: the prompt is empty; send at least one token", param=param)
     if len(token_ids) >= limits.max_model_len:
         raise InvalidRequestError(
             f"the prompt has {len(token_ids)} tokens; at most {limits.max_model_len - 1} fit into the context of "
             f"{limits.max_model_len} together with one generated token",
-            param="token_ids",
+            param=param,
         )
-    _check_vocabulary(token_ids, limits, "token_ids")
+    _known_ids(token_ids, limits, param)
 
 
-def _check_vocabulary(ids: Sequence[int], limits: ModelLimits, param: str) -> None:
+def _known_ids(ids: Sequence[int] | None, limits: ModelLimits, param: str) -> Sequence[int]:
     if ids and max(ids) >= limits.vocab_size:
         raise InvalidRequestError(
             f"{param}: token id {max(ids)} is out of vocabulary; ids are below {limits.vocab_size}", param=param
         )
-
-
-def _check_supported(request: GenerateRequest) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(request.sampling_params, name)
-        if value is not None and value not in neutral:
-            raise InvalidRequestError(f"{name} is not supported here; leave it out", param=name)
-    if request.kv_transfer_params:
-        raise InvalidRequestError("kv_transfer_params must be null or empty", param="kv_transfer_params")
+    return ids or ()
 
 
 def _min_tokens(fields: SamplingFields) -> int:
@@ -202,18 +234,15 @@ def _min_tokens(fields: SamplingFields) -> int:
     return minimum
 
 
-def _stop_token_ids(fields: SamplingFields, limits: ModelLimits) -> frozenset[int]:
-    ids = fields.stop_token_ids or []
-    _check_vocabulary(ids, limits, "stop_token_ids")
-    return frozenset(ids)
-
-
-def _check_reachable(min_tokens: int, stop_token_ids: frozenset[int], limits: ModelLimits) -> None:
+def _check_reachable(
+    min_tokens: int, stop_token_ids: frozenset[int], allowed: frozenset[int], limits: ModelLimits
+) -> None:
     """Before `min_tokens` neither stop nor end-of-sequence ids are sampled; one other id must be left."""
     ending = {i for i in stop_token_ids | limits.eos_token_ids if i < limits.vocab_size}
-    if min_tokens and len(ending) == limits.vocab_size:
+    left = len(allowed - ending) if allowed else limits.vocab_size - len(ending)
+    if min_tokens and not left:
         raise InvalidRequestError(
-            "every token of the vocabulary is a stop token, so min_tokens cannot be reached; lower one of them",
+            "every token that may be sampled is a stop token, so min_tokens cannot be reached; lower one of them",
             param="min_tokens",
         )
 

@@ -1,0 +1,92 @@
+"""One choice on its way to the client: counted against the row rule, read as text, cut at a stop string. Sans-I/O."""
+
+from dataclasses import dataclass, field
+
+from common.sampling import Finish, FinishReason
+from router.chunk import Chunk
+from router.plan import Plan
+from router.text.choice_text import ChoiceText
+from router.text.detokenizer import Detokenizer
+from router.text.stop import StopStrings
+from router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ReadChunk:
+    """A chunk that ends where its choice does. `texts` has what each token released; empty when no text is wanted."""
+
+    chunk: Chunk
+    texts: tuple[str, ...] = ()
+    #: Text that the end of the choice released.
+    tail: str = ""
+
+
+@dataclass(slots=True)
+class VersionSpans:
+    """Which weights a choice's tokens came from: (label, number of tokens), in order."""
+
+    spans: list[tuple[str, int]] = field(default_factory=list)
+
+    def add(self, version: str) -> None:
+        """One more token."""
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1] + 1)
+        else:
+            self.spans.append((version, 1))
+
+
+class ChoiceReader:
+    """Reads the chunks of one choice. `tokenizer` is needed when the plan's text options need text."""
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer | None) -> None:
+        self._text: ChoiceText | None = None
+        self._prompt_only = plan.prompt_only
+        self.versions = VersionSpans()
+        self.ended = False
+        if plan.text.needed and not plan.prompt_only:
+            assert tokenizer is not None, "the planner refuses text without a tokenizer"
+            options = plan.text
+            stops = StopStrings(options.stop, include=options.include_stop, min_tokens=options.min_tokens)
+            self._text = ChoiceText(Detokenizer(tokenizer, plan.token_ids, options.skip_special_tokens), stops)
+
+    def read(self, chunk: Chunk) -> ReadChunk:
+        """The part of the chunk that belongs to the choice. Nothing may be read after the end."""
+        assert not self.ended, "the choice has ended"
+        if self._prompt_only:
+            return self._without_tokens(chunk)
+        texts, stop = self._texts(chunk)
+        if stop is not None:
+            chunk = chunk.cut(len(texts), Finish(FinishReason.STOP, stop_string=stop))
+        self.ended = chunk.finish is not None
+        for token in chunk.tokens:
+            self.versions.add(token.weight_version)
+        tail = self._text.finish() if self._text and self.ended and stop is None else ""
+        return ReadChunk(chunk, texts, tail)
+
+    def _texts(self, chunk: Chunk) -> tuple[tuple[str, ...], str | None]:
+        """What each token releases, up to the one that completes a stop string, and that string."""
+        texts: list[str] = []
+        if self._text is not None:
+            for token in chunk.tokens:
+                fed = self._text.feed([token.token_id])
+                texts.append(fed.text)
+                if fed.stop is not None:
+                    return tuple(texts), fed.stop
+        return tuple(texts), None
+
+    def _without_tokens(self, chunk: Chunk) -> ReadChunk:
+        """The one token that the prompt's logits brought is nobody's; the prompt's rows are complete with it."""
+        self.ended = chunk.finish is not None
+        finish = chunk.finish
+        if finish is not None and finish.reason is FinishReason.STOP:
+            finish = Finish(FinishReason.LENGTH)
+        return ReadChunk(
+            Chunk(
+                rows=chunk.rows,
+                num_rows=chunk.num_rows,
+                finish=finish,
+                num_cached_tokens=chunk.num_cached_tokens,
+                choice=chunk.choice,
+                prompt_logprobs=chunk.prompt_logprobs,
+            )
+        )

@@ -1,0 +1,311 @@
+"""Serves one validated request in any dialect, streamed or whole. A dialect is an object that words the answers."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol, TypeVar
+
+from aiohttp import web
+
+from common.pb import prefill_pb2
+from common.prompt_logprobs import PromptLogprobs, from_bytes
+from common.sampling import Finish, FinishReason, SampledToken
+from common.routing.codec import numpy2base64
+from common.routing.record import RoutingArray
+from router.choice import ChoiceReader, ReadChunk, VersionSpans
+from router.chunk import Chunk
+from router.client import send_json
+from router.keys import FLEET, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT
+from router.metrics import RequestClock
+from router.plan import Ask, ModelLimits, Plan
+from router.response_schemas import PromptTokensDetails, Usage
+from router.sse import FRAMING_BYTES, EventStream
+from router.stitch import DeltaStitcher, FinalStitcher, Piece, Stitcher, Whole
+from router.text.tokenizer import Tokenizer
+from router.validate import check_model_name, request_id
+
+REQUEST_ID_HEADER = "X-Request-Id"
+
+#: From this size on an answer is encoded in a thread: a few milliseconds on the event loop.
+THREAD_FROM_BYTES = 512 * 1024
+
+#: What usage numbers that grow and a second weight version add to an event that was measured beforehand.
+ENVELOPE_SLACK_BYTES = 256
+
+ValueT = TypeVar("ValueT")
+
+#: How rows travel in a stream.
+RowsMode = Literal["delta", "final"]
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """What every dialect's request has beside what it asks for."""
+
+    #: Beginning of ids that the router makes.
+    id_prefix: str
+    request_id: str | None = None
+    model: str | None = None
+    stream: bool = False
+
+
+@dataclass(slots=True)
+class TokenCount:
+    """What `usage` is made from, over all prompts and choices of a request."""
+
+    prompt: int
+    completion: int = 0
+    #: Prompt tokens that were not computed, by prompt.
+    cached: dict[int, int] = field(default_factory=dict)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt,
+            total_tokens=self.prompt + self.completion,
+            completion_tokens=self.completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached.values())),
+            completion_tokens_details=None,
+        )
+
+
+@dataclass(slots=True)
+class Job:
+    """One validated request and what all of its choices share."""
+
+    request_id: str
+    model: str
+    #: Seconds since the epoch.
+    created: int
+    limits: ModelLimits
+    plans: list[Plan]
+    clock: RequestClock
+    count: TokenCount
+    tokenizer: Tokenizer | None
+    _scores: dict[int, bytearray] = field(default_factory=dict)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {REQUEST_ID_HEADER: self.request_id}
+
+    def note(self, plan: Plan, chunk: Chunk) -> None:
+        """Keeps cache hits, prompt logprobs and the outcome up to date."""
+        if chunk.num_cached_tokens:
+            self.count.cached[plan.index] = chunk.num_cached_tokens
+        if chunk.prompt_logprobs:
+            self._scores.setdefault(plan.index, bytearray()).extend(chunk.prompt_logprobs)
+        if chunk.finish and chunk.finish.reason is FinishReason.ABORT:
+            self.clock.outcome = "aborted"
+
+    def prefilled(self, plan: Plan, reply: prefill_pb2.PrefillReply) -> None:
+        """A prefill worker has handed the prompt over; what it did not compute was cached, there or on decode."""
+        self.count.cached[plan.index] = plan.prompt_len - reply.num_computed_tokens
+
+    def prompt_logprobs(self, plan: Plan) -> PromptLogprobs | None:
+        """Those that have arrived: all, once choice 0 has a token. None if the request asked for none."""
+        wanted = plan.sampling.prompt_logprobs
+        return None if wanted is None else from_bytes(bytes(self._scores.get(plan.index, b"")), wanted)
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """How far a choice is; the event in hand is counted."""
+
+    index: int
+    #: Index among the choices of its prompt.
+    choice: int
+    plan: Plan
+    versions: VersionSpans
+    num_tokens: int = 0
+    #: Events that this choice has sent before.
+    num_events: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A choice of a whole answer, finished."""
+
+    state: ChoiceState
+    piece: Piece
+
+    @property
+    def finish(self) -> Finish:
+        assert self.piece.finish is not None, "the pipeline returned without an error"
+        return self.piece.finish
+
+
+class Dialect(Protocol):
+    """How one endpoint words what happens to one request."""
+
+    @property
+    def rows_mode(self) -> RowsMode:
+        """How rows travel in this request's stream."""
+        ...
+
+    @property
+    def max_event_bytes(self) -> int:
+        """Largest event of a delta stream."""
+        ...
+
+    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
+        """JSON of a whole answer; `outcomes` in the order of their indices. May run in a thread."""
+        ...
+
+    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes | None:
+        """JSON of what one piece of a choice brings; None if it says nothing to this dialect's clients.
+
+        `first`: it is the stream's first event. May run in a thread.
+        """
+        ...
+
+    def closing(self, job: Job) -> Sequence[bytes]:
+        """Events after the last choice has ended."""
+        ...
+
+    def token_bytes(self, token: SampledToken, text: str) -> int:
+        """Upper bound of what a token takes in an event."""
+        ...
+
+
+async def serve(
+    request: web.Request, clock: RequestClock, incoming: Incoming, ask: Ask, dialect: Dialect
+) -> web.StreamResponse:
+    """Validates, runs and answers one request.
+
+    Raises:
+        MoerelayError: before the first byte of the answer; the middleware turns later ones into an error event.
+    """
+    job = _job(request, clock, incoming, ask)
+    with request.app[LIVE].register(job.request_id) as live:
+        answer = _Stream(request, job, dialect) if incoming.stream else _WholeAnswer(request, job, dialect)
+        await request.app[PIPELINE].run(job.plans, answer.take, live, partial(_prefilled, request, job))
+        return await answer.end()
+
+
+def _job(request: web.Request, clock: RequestClock, incoming: Incoming, ask: Ask) -> Job:
+    """Everything that can be wrong with a request is found here, before any worker hears of it."""
+    app = request.app
+    name = request_id(request.headers.get(REQUEST_ID_HEADER), incoming.request_id, incoming.id_prefix)
+    check_model_name(incoming.model, app[MODEL].name)
+    limits = ModelLimits.of(app[FLEET].model())
+    plans = app[PLANNER].plan(ask, name, limits)
+    num_prompt_tokens = clock.num_prompt_tokens = sum(plan.prompt_len for plan in plans)
+    tokenizer = app[TEXT].tokenizer
+    return Job(name, app[MODEL].name, int(time.time()), limits, plans, clock, TokenCount(num_prompt_tokens), tokenizer)
+
+
+def _prefilled(request: web.Request, job: Job, plan: Plan, reply: prefill_pb2.PrefillReply) -> None:
+    request.app[METRICS].prefilled(reply)
+    job.prefilled(plan, reply)
+
+
+async def encoded(num_bytes: int, encode: Callable[[], ValueT]) -> ValueT:
+    """Runs `encode`, off the event loop when about so many bytes make that worth it."""
+    return encode() if num_bytes < THREAD_FROM_BYTES else await asyncio.to_thread(encode)
+
+
+class _Choice:
+    """One choice while it runs: what reads it, and how far it is."""
+
+    def __init__(self, job: Job, plan: Plan, choice: int) -> None:
+        self.reader = ChoiceReader(plan, job.tokenizer)
+        self.state = ChoiceState(plan.choice_index(choice), choice, plan, self.reader.versions)
+        self._job = job
+
+    def read(self, chunk: Chunk) -> ReadChunk:
+        """Counts what belongs to the choice, and nothing beyond its end."""
+        read = self.reader.read(chunk)
+        self._job.note(self.state.plan, read.chunk)
+        self._job.clock.tokens(self.state.index, len(read.chunk.tokens))
+        return read
+
+    def count(self, piece: Piece) -> None:
+        """The piece is about to be told to the client."""
+        self.state.num_tokens += len(piece.tokens)
+        self._job.count.completion += len(piece.tokens)
+
+
+class _WholeAnswer:
+    """Collects every choice and answers once."""
+
+    def __init__(self, request: web.Request, job: Job, dialect: Dialect) -> None:
+        self._request = request
+        self._job = job
+        self._dialect = dialect
+        self._choices = {
+            (plan.index, choice): (_Choice(job, plan, choice), Whole(plan, job.limits.layout))
+            for plan in job.plans
+            for choice in range(plan.sampling.n)
+        }
+
+    async def take(self, plan: Plan, chunk: Chunk) -> bool:
+        choice, whole = self._choices[plan.index, chunk.choice]
+        whole.feed(choice.read(chunk))
+        return choice.reader.ended
+
+    async def end(self) -> web.StreamResponse:
+        outcomes = [Outcome(choice.state, whole.piece()) for choice, whole in self._choices.values()]
+        for (choice, _), outcome in zip(self._choices.values(), outcomes, strict=True):
+            choice.count(outcome.piece)
+        num_bytes = sum(outcome.piece.num_bytes for outcome in outcomes)
+        answer = await encoded(num_bytes, partial(self._dialect.whole, self._job, outcomes))
+        stall_limit_s = self._request.app[SETTINGS].client_stall_timeout_s
+        return await send_json(self._request, answer, self._job.headers, stall_limit_s)
+
+
+class _Stream:
+    """Cuts every choice into pieces and sends each as an event.
+
+    Errors are the middleware's: plain before the first event, an event afterwards.
+    """
+
+    def __init__(self, request: web.Request, job: Job, dialect: Dialect) -> None:
+        self._job = job
+        self._dialect = dialect
+        self._events = EventStream(request, job.headers, request.app[SETTINGS].client_stall_timeout_s)
+        self._choices = {
+            (plan.index, choice): (_Choice(job, plan, choice), self._stitcher(plan, choice))
+            for plan in job.plans
+            for choice in range(plan.sampling.n)
+        }
+
+    async def take(self, plan: Plan, chunk: Chunk) -> bool:
+        choice, stitcher = self._choices[plan.index, chunk.choice]
+        for piece in stitcher.feed(choice.read(chunk)):
+            await self._events.send_made(partial(self._event, choice, piece))
+        return choice.reader.ended
+
+    async def end(self) -> web.StreamResponse:
+        for event in self._dialect.closing(self._job):
+            await self._events.send(event)
+        return await self._events.finish()
+
+    async def _event(self, choice: _Choice, piece: Piece, first: bool) -> bytes | None:
+        choice.count(piece)
+        encode = partial(self._dialect.event, self._job, choice.state, piece, first=first)
+        event = await encoded(piece.num_bytes, encode)
+        choice.state.num_events += event is not None
+        return event
+
+    def _stitcher(self, plan: Plan, choice: int) -> Stitcher:
+        layout = self._job.limits.layout
+        if self._dialect.rows_mode == "final":
+            return FinalStitcher(plan, layout)
+        budget = self._dialect.max_event_bytes - FRAMING_BYTES
+        first, later = (budget - self._envelope_bytes(plan, choice, first=first) for first in (True, False))
+        return DeltaStitcher(plan, layout, later, first, self._dialect.token_bytes)
+
+    def _envelope_bytes(self, plan: Plan, choice: int, *, first: bool) -> int:
+        """Upper bound of what an event takes beside its tokens and rows: every optional part is there and long."""
+        long = 2**32 - 1
+        versions = VersionSpans([(self._job.limits.weight_version, long)])
+        state = ChoiceState(plan.choice_index(choice), choice, plan, versions, num_tokens=long)
+        no_rows: RoutingArray = self._job.limits.layout.empty(0)
+        piece = Piece(rows=(no_rows,), rows_start=long, finish=Finish(FinishReason.LENGTH, stop_string=_longest(plan)))
+        event = self._dialect.event(self._job, state, piece, first=first) or b""
+        return len(event) - len(numpy2base64(no_rows)) + ENVELOPE_SLACK_BYTES
+
+
+def _longest(plan: Plan) -> str:
+    return max(plan.text.stop, key=len, default="")
