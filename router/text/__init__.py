@@ -1,0 +1,1 @@
+"""Text around token ids: tokenizer, incremental detokenization, stop strings, chat templates, grammars."""
