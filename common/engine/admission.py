@@ -66,7 +66,9 @@ class Admission:
     def try_begin_end(self, request_id: RequestId, choice: int | None = None) -> bool:
         """True for the first wish to end a live request, or one of its choices: others need not reach the engine."""
         with self._lock:
-            ending = self._ending.setdefault(request_id, set()) if request_id in self._live else {None}
+            if request_id not in self._live:
+                return False
+            ending = self._ending.setdefault(request_id, set())
             if choice in ending or None in ending:
                 return False
             ending.add(choice)

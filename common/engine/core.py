@@ -3,33 +3,24 @@
 A step is synchronous; commands come between steps. So an abort never frees blocks that a running step writes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from common.engine.admission import Admission
+from common.engine.compute import ComputedChunk, compute
+from common.engine.group import ChoiceGroup
 from common.engine.limits import EngineLimits
-from common.engine.request import (
-    BlocksLeased,
-    EngineEvent,
-    EngineLoad,
-    EngineRequest,
-    Failed,
-    Progress,
-    PromptAdvanced,
-    RequestId,
-    Work,
-)
-from common.engine.sampler import SampleSpec, sample
-from common.engine.scheduler import ScheduledBatch, ScheduledChunk, Scheduler
+from common.engine.reporter import Reporter
+from common.engine.request import BlocksLeased, EngineEvent, EngineLoad, EngineRequest, RequestId, Work
+from common.engine.scheduler import ScheduledBatch, Scheduler
 from common.engine.sequence import Phase, SequenceState
-from common.errors import HandoffCorruptError, InternalError, MoerelayError, RoutingMissingError
+from common.errors import HandoffCorruptError, InternalError, InvalidRequestError, MoerelayError, RoutingMissingError
 from common.kv.pool import BlockPool
-from common.kv.store import KVStore, slots_of
-from common.model.batch import Chunk, Runner
-from common.routing.record import RoutingArray
-from common.sampling import Finish, FinishReason, SampledToken, finish_after
+from common.kv.store import KVStore
+from common.model.batch import Runner
+from common.sampling import SampledToken
 
 _log = structlog.get_logger(__name__)
 
@@ -73,7 +64,20 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = limits.vocab_size
         self._admission = admission
-        self._events: list[EngineEvent] = []
+        self._reporter = Reporter(self._scheduler, store, admission, eos_token_ids)
+        self._weight_version = ""
+        #: Labels of all weights that were in use here; replaced, never changed, so any thread may read it.
+        self.known_weight_versions: frozenset[str] = frozenset({""})
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights in use, which every token sampled from now on carries; set between steps."""
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: str) -> None:
+        self.known_weight_versions |= {version}
+        self._weight_version = version
 
     # --- commands
 
@@ -83,37 +87,60 @@ class EngineCore:
 
     def advance_handoff(self, request_id: RequestId, computed: int) -> None:
         """KV and rows of positions [0, computed) are in the leased slots."""
-        if (sequence := self._scheduler.find(request_id)) is None:
+        if (group := self._scheduler.find(request_id)) is None:
             return
-        if sequence.phase is not Phase.LEASED or not sequence.num_computed <= computed <= sequence.num_prompt:
-            self._fail(sequence, _misplaced(sequence, f"a handoff of positions [0, {computed})"))
+        prompt = group.sequences.get(0)
+        if (
+            prompt is None
+            or prompt.phase is not Phase.LEASED
+            or not prompt.num_computed <= computed <= prompt.num_prompt
+        ):
+            self._reporter.fail(group, _misplaced(group, f"a handoff of positions [0, {computed})"))
             return
-        sequence.num_computed = computed
-        self._report(sequence, None)
+        prompt.num_computed = computed
+        try:
+            self._reporter.prompt_advanced(group, None)
+        except RoutingMissingError as error:
+            self._reporter.fail(group, error)
 
-    def commit_handoff(self, request_id: RequestId, first_token: SampledToken) -> None:
-        """The whole prompt is in the leased slots; decoding starts after `first_token`, if that does not end it."""
-        if (sequence := self._scheduler.find(request_id)) is None:
+    def commit_handoff(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
+        """The whole prompt is in the leased slots; each choice goes on after its first token, unless that ends it."""
+        if (group := self._scheduler.find(request_id)) is None:
             return
-        if sequence.phase is not Phase.LEASED:
-            self._fail(sequence, _misplaced(sequence, "the end of a handoff"))
+        prompt = group.sequences.get(0)
+        if prompt is None or prompt.phase is not Phase.LEASED:
+            self._reporter.fail(group, _misplaced(group, "the end of a handoff"))
             return
-        if not 0 <= first_token.token_id < self._vocab_size:
-            self._fail(sequence, HandoffCorruptError(f"the first token {first_token.token_id} is no vocabulary id"))
+        if problem := self._problem(group.request, first_tokens):
+            self._reporter.fail(group, HandoffCorruptError(problem))
             return
-        sequence.num_computed = sequence.num_prompt
-        self._report(sequence, first_token)
+        prompt.num_computed = prompt.num_prompt
+        try:
+            self._reporter.first_tokens(group, first_tokens, None)
+        except RoutingMissingError as error:
+            self._reporter.fail(group, error)
+        except InvalidRequestError as error:  # sampled elsewhere, under the same grammar
+            self._reporter.fail(group, HandoffCorruptError(f"the first tokens do not fit: {error.message}"))
 
-    def abort(self, request_id: RequestId) -> None:
-        """Ends the request with finish reason ABORT, whatever its phase."""
-        if (sequence := self._scheduler.find(request_id)) is not None:
-            self._end(sequence)
-            self._events.append(Progress(request_id, (), None, Finish(FinishReason.ABORT)))
+    def _problem(self, request: EngineRequest, first_tokens: Sequence[SampledToken]) -> str | None:
+        """What is wrong with the first tokens of a handoff."""
+        if len(first_tokens) != request.sampling.n:
+            return f"{len(first_tokens)} first tokens came for {request.sampling.n} choices"
+        strange = [t.token_id for t in first_tokens if not 0 <= t.token_id < self._vocab_size]
+        return f"the first token {strange[0]} is no vocabulary id" if strange else None
+
+    def abort(self, request_id: RequestId, choice: int | None = None) -> None:
+        """Ends one choice, or all that are live, with finish reason ABORT, whatever their phase."""
+        if (group := self._scheduler.find(request_id)) is None:
+            return
+        choices = sorted(group.open) if choice is None else sorted(group.open & {choice})
+        if choices:
+            self._reporter.abort(group, choices)
 
     def cancel(self, request_id: RequestId) -> None:
         """Ends the request without an event, whatever its phase."""
-        if (sequence := self._scheduler.find(request_id)) is not None:
-            self._end(sequence)
+        if (group := self._scheduler.find(request_id)) is not None:
+            self._reporter.end(group)
 
     # --- steps
 
@@ -124,14 +151,16 @@ class EngineCore:
         if batch is None:
             return False
         try:
-            self._advance(batch, self._compute(batch))
+            computed = compute(self._runner, batch, self._eos_token_ids, self._weight_version)
+            self._count(batch)
+            self._advance(computed)
         except Exception as error:  # noqa: BLE001 - the engine's supervisor: one bad batch must not end the others
             self._fail_batch(batch, error)
         return True
 
     def take_events(self) -> list[EngineEvent]:
         """What happened since the last call, in order."""
-        events, self._events = self._events, []
+        events, self._reporter.events = self._reporter.events, []
         return events
 
     def load(self) -> EngineLoad:
@@ -139,140 +168,87 @@ class EngineCore:
 
     def check_invariants(self) -> list[str]:
         """Violations, one sentence each; empty when all is well."""
-        live = [s.request.request_id for s in self._scheduler.live]
-        strangers = [f"sequence {i!r} is live but was not admitted" for i in live if not self._admission.is_live(i)]
+        live = [group.request.request_id for group in self._scheduler.live]
+        strangers = [f"request {i!r} is live but was not admitted" for i in live if not self._admission.is_live(i)]
         return self._scheduler.check_invariants() + strangers
 
     def _admit(self) -> None:
         for sequence in self._scheduler.admit():
-            self.observe_queue_time(self._admission.seat(sequence.request.request_id))
-            try:
-                self._store.clear_blocks(sequence.blocks)
-            except RuntimeError as error:  # what torch raises when a device is out of memory or broken
-                _log.error("clearing blocks failed", request=sequence.request.request_id, exc_info=error)
-                self._fail(sequence, InternalError(f"the KV cache failed: {type(error).__name__}"))
+            group = self._scheduler.find(sequence.request.request_id)
+            if group is None:  # another of its choices has failed just now
                 continue
+            try:
+                self._prepare(sequence)
+            except RuntimeError as error:  # what torch raises when a device is out of memory or broken
+                _log.error("preparing blocks failed", request=sequence.request.request_id, exc_info=error)
+                self._reporter.fail(group, InternalError(f"the KV cache failed: {type(error).__name__}"))
+                continue
+            if not group.is_forked:
+                self.observe_queue_time(self._admission.seat(sequence.request.request_id))
             if sequence.phase is Phase.LEASED:
-                self._events.append(BlocksLeased(sequence.request.request_id, sequence.blocks))
+                self._reporter.events.append(BlocksLeased(sequence.request.request_id, sequence.blocks))
 
-    def _compute(self, batch: ScheduledBatch) -> list[SampledToken | MoerelayError]:
-        """Runs the model; one result per chunk that samples, in order."""
-        output = self._runner.execute([_as_chunk(c) for c in batch.chunks])
-        specs = [self._spec(c.sequence) for c in batch.chunks if c.samples]
-        return sample(output.logits_NV, specs) if specs else []
+    def _prepare(self, sequence: SequenceState) -> None:
+        """Makes the blocks that a sequence just got blank, but for what it takes over from another one."""
+        self._store.clear_blocks(sequence.blocks[sequence.num_shared :])
+        if sequence.tail is not None:
+            sequence.tail.write(self._store, sequence.blocks)
+            sequence.tail = None
 
-    def _spec(self, sequence: SequenceState) -> SampleSpec:
-        return SampleSpec.of(
-            sequence.request.sampling,
-            self._eos_token_ids,
-            token_ids=sequence.token_ids,
-            num_prompt=sequence.num_prompt,
-        )
+    def _advance(self, computed: Iterable[ComputedChunk]) -> None:
+        """Books what a step computed; requests end or go on."""
+        for outcome in computed:
+            sequence = outcome.chunk.sequence
+            group = self._scheduler.find(sequence.request.request_id)
+            if group is None:  # another of its choices has failed in this step
+                continue
+            sequence.num_computed = outcome.chunk.end
+            try:
+                self._report(group, outcome)
+            except MoerelayError as error:
+                self._reporter.fail(group, error)
 
-    def _advance(self, batch: ScheduledBatch, results: Iterable[SampledToken | MoerelayError]) -> None:
-        """Books what the step computed."""
-        self._count(batch)
-        remaining: Iterator[SampledToken | MoerelayError] = iter(results)
-        for chunk in batch.chunks:
-            result = next(remaining) if chunk.samples else None
-            chunk.sequence.num_computed = chunk.end
-            if isinstance(result, MoerelayError):
-                self._fail(chunk.sequence, result)
-            elif chunk.sequence.request.work is Work.PREFILL:
-                self._report_prefill(chunk.sequence, result)
-            else:
-                self._report(chunk.sequence, result)
+    def _report(self, group: ChoiceGroup, outcome: ComputedChunk) -> None:
+        if outcome.error is not None:
+            raise outcome.error
+        if group.request.work is Work.PREFILL:
+            self._reporter.prefilled(group, outcome.tokens, outcome.prompt_logprobs)
+        elif group.is_forked:
+            self._reporter.token(group, outcome.chunk.sequence, outcome.tokens[0])
+        elif outcome.tokens:
+            self._reporter.first_tokens(group, outcome.tokens, outcome.prompt_logprobs)
+        else:
+            self._reporter.prompt_advanced(group, outcome.prompt_logprobs)
 
     def _count(self, batch: ScheduledBatch) -> None:
         stats = self.stats
         stats.steps += 1
         stats.decode_steps += any(c.sequence.phase is Phase.DECODING for c in batch.chunks)
         for chunk in batch.chunks:
-            num_tokens = chunk.end - chunk.start
-            stats.prompt_tokens_computed += num_tokens * (chunk.sequence.phase is Phase.PREFILLING)
-            stats.generated_tokens += chunk.samples
-            stats.routing_rows_captured += num_tokens * chunk.sequence.wants_rows
-
-    # --- what a sequence tells
-
-    def _report_prefill(self, sequence: SequenceState, first_token: SampledToken | None) -> None:
-        if first_token is not None:
-            sequence.token_ids.append(first_token.token_id)
-            self._scheduler.hold(sequence)
-        first_tokens = () if first_token is None else (first_token,)
-        self._events.append(
-            PromptAdvanced(sequence.request.request_id, sequence.blocks, sequence.num_computed, first_tokens)
-        )
-
-    def _report(self, sequence: SequenceState, token: SampledToken | None) -> None:
-        """Tells a new token, if there is one, and every row that became final; ends or goes on."""
-        try:
-            rows_TLK = self._take_rows(sequence)
-        except RoutingMissingError as error:
-            self._fail(sequence, error)
-            return
-        finish = None if token is None else self._append(sequence, token)
-        if token is not None or (rows_TLK is not None and len(rows_TLK)):
-            tokens = () if token is None else (token,)
-            self._events.append(Progress(sequence.request.request_id, tokens, rows_TLK, finish))
-
-    def _append(self, sequence: SequenceState, token: SampledToken) -> Finish | None:
-        """Adds the token and moves the sequence on: to its next step, or out."""
-        sequence.token_ids.append(token.token_id)
-        params = sequence.request.sampling
-        finish = finish_after(params, self._eos_token_ids, token.token_id, sequence.num_generated)
-        if finish is None:
-            self._scheduler.start_decoding(sequence)
-        else:
-            self._end(sequence)
-        return finish
-
-    def _take_rows(self, sequence: SequenceState) -> RoutingArray | None:
-        """Rows of the positions that were computed and not sent; None when no rows are wanted."""
-        if not sequence.wants_rows:
-            return None
-        start, end = sequence.rows_sent, max(sequence.rows_sent, sequence.num_computed)
-        sequence.rows_sent = end
-        return self._store.read_rows(slots_of(sequence.blocks, start, end, self._store.layout.block_size))
-
-    # --- ends
-
-    def _end(self, sequence: SequenceState) -> None:
-        """Frees everything the sequence holds, before anybody is told that it ended."""
-        freed = self._scheduler.remove(sequence)
-        self._store.free_blocks(freed)
-        self._admission.leave(sequence.request.request_id)
-
-    def _fail(self, sequence: SequenceState, error: MoerelayError) -> None:
-        self._end(sequence)
-        self._events.append(Failed(sequence.request.request_id, error))
+            num_tokens, sequence = chunk.end - chunk.start, chunk.sequence
+            stats.prompt_tokens_computed += num_tokens * (sequence.phase is Phase.PREFILLING)
+            stats.generated_tokens += chunk.samples * (1 if sequence.num_generated else sequence.request.sampling.n)
+            stats.routing_rows_captured += num_tokens * sequence.wants_rows
 
     def _fail_batch(self, batch: ScheduledBatch, error: Exception) -> None:
         """Ends whatever the failed step left alive."""
         self.stats.step_failures += 1
-        live = [c.sequence for c in batch.chunks if self._scheduler.find(c.sequence.request.request_id) is c.sequence]
-        _log.error("step failed", requests=[s.request.request_id for s in live], exc_info=error)
-        for sequence in live:
-            self._fail(sequence, InternalError(f"the engine step failed: {type(error).__name__}"))
+        names = dict.fromkeys(c.sequence.request.request_id for c in batch.chunks)
+        live = [group for name in names if (group := self._scheduler.find(name)) is not None]
+        _log.error("step failed", requests=[group.request.request_id for group in live], exc_info=error)
+        for group in live:
+            self._reporter.fail(group, InternalError(f"the engine step failed: {type(error).__name__}"))
 
 
 def _ignore(_: float) -> None:
     """Observes nothing."""
 
 
-def _as_chunk(scheduled: ScheduledChunk) -> Chunk:
-    sequence = scheduled.sequence
-    return Chunk(
-        token_ids=sequence.token_ids[scheduled.start : scheduled.end],
-        start=scheduled.start,
-        blocks=sequence.blocks,
-        wants_logits=scheduled.samples,
-        wants_rows=sequence.wants_rows,
-    )
-
-
-def _misplaced(sequence: SequenceState, what: str) -> InternalError:
+def _misplaced(group: ChoiceGroup, what: str) -> InternalError:
+    prompt = group.sequences.get(0)
+    if prompt is None:
+        return InternalError(f"{what} came for a request that is decoding")
     return InternalError(
-        f"{what} came for a sequence that is {sequence.phase.value} "
-        f"with {sequence.num_computed} of {sequence.num_prompt} prompt tokens"
+        f"{what} came for a sequence that is {prompt.phase.value} "
+        f"with {prompt.num_computed} of {prompt.num_prompt} prompt tokens"
     )

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -110,6 +110,10 @@ class Engine:
     def _set_frozen(self, frozen: bool) -> None:
         self._frozen = frozen
 
+    def label_tokens(self, version: str) -> None:
+        """Names the weights in use: every token sampled from now on says so. Before `start`, or between steps."""
+        self._core.weight_version = version
+
     def run_between_steps(self, visit: Callable[[], ResultT]) -> Future[ResultT]:
         """Runs `visit` on the engine thread, after all earlier commands and while no step runs, also when frozen.
 
@@ -138,14 +142,17 @@ class Engine:
         """Work.DECODE: KV and rows of positions [0, computed) are in the leased slots; their rows become an event."""
         self._command(request_id, partial(self._core.advance_handoff, request_id, computed))
 
-    def commit_handoff(self, request_id: RequestId, first_token: SampledToken) -> None:
-        """Work.DECODE: the whole prompt is in the leased slots. No step runs if `first_token` ends the request."""
-        self._command(request_id, partial(self._core.commit_handoff, request_id, first_token))
+    def commit_handoff(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
+        """Work.DECODE: the whole prompt is in the leased slots. Choices that their first token ends run no step."""
+        self._command(request_id, partial(self._core.commit_handoff, request_id, first_tokens))
 
-    def abort(self, request_id: RequestId) -> None:
-        """Ends the request, in any phase, with an event of finish reason ABORT that has no tokens and no rows."""
-        if self._admission.try_begin_end(request_id):
-            self._commands.put(partial(self._core.abort, request_id))
+    def abort(self, request_id: RequestId, choice: int | None = None) -> None:
+        """Ends the request or one of its choices, in any phase.
+
+        Each choice that ends has an event of finish reason ABORT without tokens and rows.
+        """
+        if self._admission.try_begin_end(request_id, choice):
+            self._commands.put(partial(self._core.abort, request_id, choice))
 
     def cancel(self, request_id: RequestId) -> None:
         """Ends the request, in any phase, without an event. Idempotent; unknown ids are ignored."""
@@ -165,6 +172,11 @@ class Engine:
     def observe_queue_time(self, observe: Callable[[float], None]) -> None:
         """From now on `observe` is told, on the engine thread, how many seconds each request waited for its seat."""
         self._core.observe_queue_time = observe
+
+    @property
+    def known_weight_versions(self) -> frozenset[str]:
+        """Labels of all weights that were in use here."""
+        return self._core.known_weight_versions
 
     @property
     def stats(self) -> EngineStats:

@@ -3,10 +3,13 @@
 Continuous batching with chunked prefill (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024).
 """
 
+import bisect
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from common.engine.fork import PromptTail
+from common.engine.group import ChoiceGroup
 from common.engine.limits import EngineLimits
 from common.engine.request import EngineLoad, EngineRequest, RequestId, Work
 from common.engine.sequence import Phase, SequenceState
@@ -55,55 +58,75 @@ class _Round:
 
 
 class Scheduler:
-    """FIFO admission, then decodes before prompts.
+    """Admission by priority and arrival, then decodes before prompts.
 
-    A request is admitted with all blocks it can ever need, so a running sequence never lacks one. Requests are checked
-    before they come here (`common.engine.admission`): each fits into the empty pool, no two have one id.
+    A request is admitted with all blocks that its prompt and one choice can ever need, so a running sequence never
+    lacks one. Its other choices are forked from the first when the prompt is there; they share the prompt's full blocks
+    and wait, before everybody else, for a seat and blocks of their own. Nothing waits for ever: requests whose choices
+    wait were all seated at one time, with as many blocks as each of their choices needs.
+
+    Requests are checked before they come here (`common.engine.admission`): each fits into the empty pool, no two have
+    one id.
     """
 
     def __init__(self, pool: BlockPool, limits: EngineLimits, *, block_size: int) -> None:
         self._pool = pool
         self._limits = limits
         self._block_size = block_size
-        self._live: dict[RequestId, SequenceState] = {}
-        self._waiting: deque[SequenceState] = deque()
+        self._live: dict[RequestId, ChoiceGroup] = {}
+        self._num_arrived = 0
+        #: Requests that wait for their first blocks, by priority and arrival.
+        self._waiting: list[ChoiceGroup] = []
+        #: Choices that wait for blocks of their own, in the order in which they were forked.
+        self._forked: deque[SequenceState] = deque()
         #: Sequences that take part in steps, or will without waiting again; in order of admission.
-        self._seated: dict[RequestId, SequenceState] = {}
+        self._seated: dict[SequenceState, None] = {}
 
     def add(self, request: EngineRequest) -> None:
-        """Puts the request at the end of the waiting line."""
+        """Puts the request into the waiting line, behind those of its priority."""
         assert request.request_id not in self._live, f"{request.request_id!r} is live"
-        sequence = self._live[request.request_id] = SequenceState(request)
-        self._waiting.append(sequence)
+        self._num_arrived += 1
+        group = self._live[request.request_id] = ChoiceGroup(request, self._num_arrived)
+        bisect.insort(self._waiting, group, key=_place)
 
-    def find(self, request_id: RequestId) -> SequenceState | None:
+    def find(self, request_id: RequestId) -> ChoiceGroup | None:
         return self._live.get(request_id)
 
     @property
-    def live(self) -> list[SequenceState]:
+    def live(self) -> list[ChoiceGroup]:
         return list(self._live.values())
 
     def admit(self) -> list[SequenceState]:
         """Gives seats and blocks to the head of the line, as far as they go; nobody overtakes.
 
         Returns:
-            The sequences that are LEASED or PREFILLING from now on. Their blocks hold old data.
+            The sequences that are LEASED, PREFILLING or DECODING from now on. Their blocks hold old data, but for the
+            first `num_shared`.
         """
         admitted = []
-        while self._waiting and len(self._seated) < self._limits.num_seats:
-            sequence = self._waiting[0]
-            blocks = self._pool.try_allocate(self._num_blocks(sequence))
+        while len(self._seated) < self._limits.num_seats and (sequence := self._head()) is not None:
+            missing = sequence.num_blocks(self._block_size) - len(sequence.blocks)
+            blocks = self._pool.try_allocate(missing)
             if blocks is None:
                 break
-            self._waiting.popleft()
-            sequence.blocks = tuple(blocks)
-            sequence.phase = Phase.LEASED if sequence.request.work is Work.DECODE else Phase.PREFILLING
-            self._seated[sequence.request.request_id] = sequence
+            self._leave_line(sequence)
+            sequence.blocks += tuple(blocks)
+            sequence.phase = _phase_at_admission(sequence)
+            self._seated[sequence] = None
             admitted.append(sequence)
         return admitted
 
-    def _num_blocks(self, sequence: SequenceState) -> int:
-        return -(-sequence.request.num_slots // self._block_size)
+    def _head(self) -> SequenceState | None:
+        if self._forked:
+            return self._forked[0]
+        return self._waiting[0].prompt if self._waiting else None
+
+    def _leave_line(self, sequence: SequenceState) -> None:
+        """Takes a WAITING or FORKED sequence out of its line, wherever it stands."""
+        if sequence.phase is Phase.FORKED:
+            self._forked.remove(sequence)
+        else:
+            self._waiting.remove(self._live[sequence.request.request_id])
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when only a command can make progress possible."""
@@ -113,30 +136,43 @@ class Scheduler:
         return this_round.batch()
 
     def _seated_in(self, phase: Phase) -> Iterable[SequenceState]:
-        return (s for s in self._seated.values() if s.phase is phase)
+        return (s for s in self._seated if s.phase is phase)
 
     def start_decoding(self, sequence: SequenceState) -> None:
         """The prompt is computed, or arrived, and the first token is known."""
         sequence.phase = Phase.DECODING
 
+    def fork(self, group: ChoiceGroup, choice: int, tail: PromptTail | None) -> SequenceState:
+        """One more choice of a prompt that is there; it goes on when it has a seat and blocks of its own."""
+        sequence = group.sequences[choice] = group.prompt.forked(choice, self._block_size, tail)
+        self._pool.share(sequence.blocks)
+        self._forked.append(sequence)
+        return sequence
+
     def hold(self, sequence: SequenceState) -> None:
         """The prompt is computed; blocks stay, the seat is free for somebody else."""
         sequence.phase = Phase.PREFILLED
-        del self._seated[sequence.request.request_id]
+        del self._seated[sequence]
 
     def remove(self, sequence: SequenceState) -> list[BlockId]:
-        """Forgets the sequence, whatever its phase; returns the blocks that nobody holds any more."""
-        if sequence.phase is Phase.WAITING:
-            self._waiting.remove(sequence)
-        self._seated.pop(sequence.request.request_id, None)
-        del self._live[sequence.request.request_id]
+        """Forgets one sequence, whatever its phase; returns the blocks that nobody holds any more."""
+        if sequence.phase in (Phase.WAITING, Phase.FORKED):
+            self._leave_line(sequence)
+        self._seated.pop(sequence, None)
+        del self._live[sequence.request.request_id].sequences[sequence.choice]
         return self._pool.release(sequence.blocks)
 
+    def remove_group(self, group: ChoiceGroup) -> list[BlockId]:
+        """Forgets the request; returns the blocks that nobody holds any more."""
+        freed = [block for s in list(group.sequences.values()) for block in self.remove(s)]
+        del self._live[group.request.request_id]
+        return freed
+
     def load(self) -> EngineLoad:
-        phases = [s.phase for s in self._live.values()]
+        phases = [s.phase for group in self._live.values() for s in group.sequences.values()]
         return EngineLoad(
             running=phases.count(Phase.PREFILLING) + phases.count(Phase.DECODING),
-            waiting=phases.count(Phase.WAITING),
+            waiting=phases.count(Phase.WAITING) + phases.count(Phase.FORKED),
             handoffs=phases.count(Phase.LEASED) + phases.count(Phase.PREFILLED),
             kv_blocks_used=self._pool.num_used,
             kv_blocks_total=self._pool.num_usable_blocks,
@@ -144,16 +180,31 @@ class Scheduler:
 
     def check_invariants(self) -> list[str]:
         """Violations, one sentence each; empty when all is well. Valid between steps."""
-        live = self._live.values()
-        found = self._pool.check_invariants(block for s in live for block in s.blocks)
-        found += [sentence for s in live for sentence in s.violations(self._block_size)]
-        if list(self._waiting) != [s for s in live if s.phase is Phase.WAITING]:
-            found.append("the waiting line and the waiting sequences differ")
-        if set(self._seated) != {s.request.request_id for s in live if s.phase not in _UNSEATED}:
+        groups = self._live.values()
+        sequences = [s for group in groups for s in group.sequences.values()]
+        found = self._pool.check_invariants(block for s in sequences for block in s.blocks)
+        found += [sentence for group in groups for sentence in group.violations(self._block_size)]
+        waiting = [g for g in groups if Phase.WAITING in g.phases()]
+        if self._waiting != sorted(waiting, key=_place):
+            found.append("the waiting line and the waiting requests differ")
+        if set(self._forked) != {s for s in sequences if s.phase is Phase.FORKED}:
+            found.append("the line of forked choices and the forked choices differ")
+        if set(self._seated) != {s for s in sequences if s.phase not in _UNSEATED}:
             found.append("the seated and the running sequences differ")
         if len(self._seated) > self._limits.num_seats:
             found.append(f"{len(self._seated)} sequences are seated where {self._limits.num_seats} may be")
         return found
 
 
-_UNSEATED = (Phase.WAITING, Phase.PREFILLED)
+def _place(group: ChoiceGroup) -> tuple[int, int]:
+    """Where a request belongs in the waiting line."""
+    return group.request.priority, group.arrival
+
+
+def _phase_at_admission(sequence: SequenceState) -> Phase:
+    if sequence.phase is Phase.FORKED:
+        return Phase.DECODING
+    return Phase.LEASED if sequence.request.work is Work.DECODE else Phase.PREFILLING
+
+
+_UNSEATED = (Phase.WAITING, Phase.FORKED, Phase.PREFILLED)

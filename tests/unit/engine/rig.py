@@ -22,6 +22,7 @@ from common.errors import MoerelayError
 from common.kv.pool import BlockId, BlockPool
 from common.kv.store import KVStore, slots_of
 from common.model.batch import Runner
+from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, SampledToken, SamplingParams
 from tests.fakes.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, fake_store
@@ -45,27 +46,35 @@ def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos)
 
 
-def solo(request: EngineRequest) -> SoloResult:
+def solo(request: EngineRequest, choice: int = 0) -> SoloResult:
     """The oracle's answer, from a store of its own."""
     store = fake_store(64)
-    return SoloRunner(FakeRunner(store), store, EOS).run(request.prompt, request.sampling, request.routing_start)
+    oracle = SoloRunner(FakeRunner(store), store, EOS)
+    return oracle.run(request.prompt, request.sampling, request.routing_start, choice=choice, matcher=request.matcher)
 
 
 @dataclass
 class Transcript:
-    """Everything one request was told; checks the row rule with every event."""
+    """Everything one choice was told; checks the row rule with every event. That of choice 0 is the request's too."""
 
     request: EngineRequest
+    choice: int = 0
     tokens: list[SampledToken] = field(default_factory=list)
     rows: list[RoutingArray] = field(default_factory=list)
+    logprobs: list[PromptLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     error: MoerelayError | None = None
     blocks: tuple[BlockId, ...] | None = None
     advances: list[PromptAdvanced] = field(default_factory=list)
     num_events: int = 0
 
+    def __post_init__(self) -> None:
+        others = range(1, self.request.sampling.n) if self.choice == 0 else ()
+        #: Of all choices, this one first.
+        self.all = [self, *(Transcript(self.request, i) for i in others)]
+
     def take(self, event: EngineEvent) -> None:
-        assert not self.ended, f"{event} after the end"
+        assert not self.request_ended, f"{event} after the end"
         self.num_events += 1
         match event:
             case BlocksLeased():
@@ -74,12 +83,15 @@ class Transcript:
             case PromptAdvanced():
                 self.blocks = event.blocks
                 self.advances.append(event)
+                self._take_logprobs(event.prompt_logprobs)
             case Progress():
-                self._take_progress(event)
+                self.all[event.choice]._take_progress(event)
             case Failed():
-                self.error = event.error
+                for transcript in self.all:
+                    transcript.error = event.error
 
     def _take_progress(self, event: Progress) -> None:
+        assert self.finish is None, f"{event} after the choice's end"
         self.tokens += event.tokens
         self.finish = event.finish
         if event.rows_TLK is not None:
@@ -88,10 +100,36 @@ class Transcript:
         if event.tokens and self.request.routing_start is not None:
             want = len(self.request.prompt) - self.request.routing_start + len(self.tokens) - 1
             assert sum(len(r) for r in self.rows) == want
+        self._take_logprobs(event.prompt_logprobs)
+        if self.tokens and self.choice == 0 and self.request.work is Work.WHOLE:
+            self.assert_all_logprobs()
+
+    def _take_logprobs(self, logprobs: PromptLogprobs | None) -> None:
+        if logprobs is not None:
+            assert self.choice == 0
+            self.logprobs.append(logprobs)
+
+    def assert_all_logprobs(self) -> None:
+        """All of the prompt's positions have been told, if the request asked for them."""
+        wanted = 0 if self.request.sampling.prompt_logprobs is None else len(self.request.prompt)
+        assert sum(len(part) for part in self.logprobs) == wanted
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        return PromptLogprobs(np.concatenate(self.logprobs)) if self.logprobs else None
+
+    @property
+    def first_tokens(self) -> tuple[SampledToken, ...]:
+        """What a prefill ended with; empty before."""
+        return self.advances[-1].first_tokens if self.advances else ()
 
     @property
     def ended(self) -> bool:
         return self.finish is not None or self.error is not None
+
+    @property
+    def request_ended(self) -> bool:
+        return all(transcript.ended for transcript in self.all)
 
     @property
     def rows_TLK(self) -> RoutingArray | None:
@@ -106,6 +144,8 @@ class Transcript:
             assert not self.rows
         else:
             np.testing.assert_array_equal(self.rows_TLK, expected.rows_TLK, strict=True)
+        if self.choice == 0 and self.request.work is Work.WHOLE and expected.prompt_logprobs is not None:
+            np.testing.assert_array_equal(self.prompt_logprobs, expected.prompt_logprobs, strict=True)
 
 
 class CoreRig:
@@ -193,16 +233,15 @@ class RigPair:
         return transcript
 
     def hand_over(self, name: RequestId) -> None:
-        """Moves the whole prompt, chunk by chunk, then the first token; P lets go."""
+        """Moves the whole prompt, chunk by chunk, then the first tokens; P lets go."""
         there, here = self.prefill.transcripts[name], self.decode.transcripts[name]
-        first_token = None
-        while first_token is None:
+        while not there.first_tokens:
             self.prefill.step()
             if there.advances:
                 copy_slots(self.prefill.store, there, self.decode.store, here)
                 self.decode.core.advance_handoff(name, there.advances[-1].computed)
                 self.decode.deliver()
-                first_token = there.advances[-1].first_token
-        self.decode.core.commit_handoff(name, first_token)
+        there.assert_all_logprobs()
+        self.decode.core.commit_handoff(name, there.first_tokens)
         self.decode.deliver()
         self.prefill.cancel(name)

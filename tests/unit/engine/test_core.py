@@ -128,7 +128,7 @@ def test_prefill_reports_each_chunk_and_keeps_its_blocks_until_released() -> Non
     rig = FakeRig(bounds=limits(max_num_batched_tokens=3))
     got = rig.submit(make_request("a", PROMPT, greedy(9), work=Work.PREFILL))
     rig.run()
-    assert [(a.computed, a.first_token is not None) for a in got.advances] == [(3, False), (6, False), (7, True)]
+    assert [(a.computed, bool(a.first_tokens)) for a in got.advances] == [(3, False), (6, False), (7, True)]
     assert rig.core.load().handoffs == 1
     assert rig.core.load().kv_blocks_used == 2
     rig.cancel(RequestId("a"))
@@ -171,7 +171,7 @@ def test_a_handoff_without_rows_fails_only_its_request() -> None:
     other = make_request("b", PROMPT, greedy(4))
     pair.start(request)
     pair.decode.submit(other)
-    pair.decode.core.commit_handoff(request.request_id, SampledToken(5))
+    pair.decode.core.commit_handoff(request.request_id, [SampledToken(5)])
     pair.decode.run()
     assert isinstance(pair.decode.transcripts[request.request_id].error, RoutingMissingError)
     pair.decode.transcripts[other.request_id].assert_equals(solo(other))
@@ -183,9 +183,9 @@ def test_handoff_calls_that_do_not_fit_fail_only_their_request() -> None:
     wrong = rig.submit(make_request("wrong", PROMPT, greedy(4)))
     alien = rig.submit(make_request("alien", PROMPT, greedy(4), work=Work.DECODE))
     rig.core.step()
-    rig.core.commit_handoff(RequestId("alien"), SampledToken(VOCAB_SIZE))
+    rig.core.commit_handoff(RequestId("alien"), [SampledToken(VOCAB_SIZE)])
     rig.core.advance_handoff(RequestId("beyond"), len(PROMPT) + 1)
-    rig.core.commit_handoff(RequestId("wrong"), SampledToken(5))
+    rig.core.commit_handoff(RequestId("wrong"), [SampledToken(5)])
     rig.deliver()
     assert isinstance(beyond.error, InternalError)
     assert isinstance(wrong.error, InternalError)

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.engine.request import EngineRequest, RequestId, Work
+from common.engine.solo import SoloResult
 from common.errors import InvalidRequestError
-from common.sampling import FinishReason, SampledToken, SamplingParams
+from common.sampling import FinishReason, SamplingParams
 from tests.unit.engine.rig import FakeRig, Transcript, copy_slots, limits, solo
 
 SAMPLING = st.builds(
@@ -20,6 +21,8 @@ SAMPLING = st.builds(
     stop_token_ids=st.sampled_from([frozenset[int](), frozenset({5, 9, 20})]),
     ignore_eos=st.booleans(),
     logprobs=st.sampled_from([None, 2]),
+    n=st.integers(1, 4),
+    prompt_logprobs=st.sampled_from([None, 0, 3]),
 )
 PROMPTS = st.lists(st.integers(0, 49), min_size=1, max_size=20)
 
@@ -33,10 +36,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.cancelled: set[RequestId] = set()
         self.count = 0
 
-    @rule(prompt=PROMPTS, sampling=SAMPLING, start=st.sampled_from([None, 0, 1]), work=st.sampled_from(Work))
-    def submit(self, prompt: list[int], sampling: SamplingParams, start: int | None, work: Work) -> None:
+    @rule(
+        prompt=PROMPTS,
+        sampling=SAMPLING,
+        start=st.sampled_from([None, 0, 1]),
+        work=st.sampled_from(Work),
+        priority=st.integers(-1, 1),
+    )
+    def submit(self, prompt: list[int], sampling: SamplingParams, start: int | None, work: Work, priority: int) -> None:
         self.count += 1
-        request = EngineRequest(RequestId(f"r{self.count}"), prompt, sampling, start, work)
+        request = EngineRequest(RequestId(f"r{self.count}"), prompt, sampling, start, work, priority)
         if -(-request.num_slots // 4) > self.rig.pool.num_usable_blocks:
             self._expect_refusal(request)
         else:
@@ -66,10 +75,18 @@ class EngineMachine(RuleBasedStateMachine):
             self.rig.core.abort(name)
             self.rig.deliver()
 
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def abort_one_choice(self, data: st.DataObject) -> None:
+        transcript = data.draw(st.sampled_from(self.live()))
+        choice = data.draw(st.integers(0, transcript.request.sampling.n))
+        self.rig.core.abort(transcript.request.request_id, choice)
+        self.rig.deliver()
+
     @precondition(lambda self: self.leased())
     @rule(data=st.data())
     def hand_over(self, data: st.DataObject) -> None:
-        """Another engine computed a prompt: its KV, rows and first token arrive."""
+        """Another engine computed a prompt: its KV, rows and first tokens arrive."""
         transcript = data.draw(st.sampled_from(self.leased()))
         request = transcript.request
         far = FakeRig(bounds=limits(max_num_batched_tokens=data.draw(st.integers(1, 20))))
@@ -80,7 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
         copy_slots(far.store, there, self.rig.store, transcript)
         for advance in there.advances:
             self.rig.core.advance_handoff(request.request_id, advance.computed)
-        self.rig.core.commit_handoff(request.request_id, first_token_of(there))
+        self.rig.core.commit_handoff(request.request_id, there.first_tokens)
         self.rig.deliver()
 
     @invariant()
@@ -90,10 +107,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def live(self) -> list[Transcript]:
         everybody = self.rig.transcripts.values()
-        return [t for t in everybody if not t.ended and t.request.request_id not in self.cancelled]
+        return [t for t in everybody if not t.request_ended and t.request.request_id not in self.cancelled]
 
     def leased(self) -> list[Transcript]:
-        return [t for t in self.live() if t.request.work is Work.DECODE and t.blocks and not t.tokens]
+        return [
+            t for t in self.live() if t.request.work is Work.DECODE and t.blocks and not any(c.tokens for c in t.all)
+        ]
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -113,27 +132,36 @@ class EngineMachine(RuleBasedStateMachine):
             self.rig.run()
 
 
-def first_token_of(transcript: Transcript) -> SampledToken:
-    first = transcript.advances[-1].first_token
-    assert first is not None
-    return first
-
-
 def check_against_solo(transcript: Transcript, *, complete: bool) -> None:
-    """Everything told is a prefix of the solo run, and all of it if the request ended by itself."""
-    expected = solo(transcript.request)
+    """Everything told is a prefix of the solo runs, and all of it if the request ended by itself."""
     assert transcript.error is None
     if transcript.request.work is Work.PREFILL:
-        for advance in transcript.advances:
-            assert advance.first_token in (None, expected.tokens[0])
+        expected = [solo(transcript.request, choice) for choice in range(transcript.request.sampling.n)]
+        if transcript.first_tokens:
+            assert list(transcript.first_tokens) == [e.tokens[0] for e in expected]
+        check_prompt_logprobs(transcript, expected[0])
         return
+    for choice in transcript.all:
+        check_choice(choice, complete=complete)
+
+
+def check_choice(transcript: Transcript, *, complete: bool) -> None:
+    expected = solo(transcript.request, transcript.choice)
     assert tuple(transcript.tokens) == expected.tokens[: len(transcript.tokens)]
     if expected.rows_TLK is not None and transcript.rows_TLK is not None:
         assert transcript.rows_TLK.tolist() == expected.rows_TLK[: len(transcript.rows_TLK)].tolist()
+    check_prompt_logprobs(transcript, expected)
     if complete:
         assert transcript.finish is not None
         if transcript.finish.reason is not FinishReason.ABORT:
             transcript.assert_equals(expected)
+
+
+def check_prompt_logprobs(transcript: Transcript, expected: SoloResult) -> None:
+    told = transcript.prompt_logprobs
+    if told is not None:
+        assert expected.prompt_logprobs is not None
+        assert told.tobytes() == expected.prompt_logprobs[: len(told)].tobytes()
 
 
 TestEngineMachine = EngineMachine.TestCase

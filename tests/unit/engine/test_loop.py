@@ -94,11 +94,11 @@ def test_a_handoff_between_two_engines_equals_a_solo_run(consumer: Consumer) -> 
     here = consumer.submit(make_request("a", PROMPT, greedy(4), work=Work.DECODE))
     while here.blocks is None:
         consumer.receive()
-    while not (there.advances and there.advances[-1].first_token):
+    while not there.first_tokens:
         prefiller.receive()
         copy_slots(prefiller.store, there, consumer.store, here)
         consumer.engine.handoff_advanced(RequestId("a"), there.advances[-1].computed)
-    consumer.engine.commit_handoff(RequestId("a"), there.advances[-1].first_token)
+    consumer.engine.commit_handoff(RequestId("a"), there.first_tokens)
     prefiller.engine.cancel(RequestId("a"))
     consumer.receive_until_ended(here)
     here.assert_equals(solo(here.request))
@@ -108,7 +108,7 @@ def test_a_handoff_between_two_engines_equals_a_solo_run(consumer: Consumer) -> 
 
 def test_a_prefill_is_held_until_it_is_released(consumer: Consumer) -> None:
     prefill = consumer.submit(make_request("p", PROMPT, greedy(3), work=Work.PREFILL))
-    while not (prefill.advances and prefill.advances[-1].first_token):
+    while not prefill.first_tokens:
         consumer.receive()
     assert consumer.engine.check_invariants() == []
     assert consumer.engine.load().handoffs == 1
@@ -163,7 +163,7 @@ def test_a_cancel_frees_and_unknown_ids_are_ignored(consumer: Consumer) -> None:
     for name in ("a", "a", "never seen"):
         consumer.engine.cancel(RequestId(name))
     consumer.engine.abort(RequestId("never seen"))
-    consumer.engine.commit_handoff(RequestId("never seen"), SampledToken(1))
+    consumer.engine.commit_handoff(RequestId("never seen"), [SampledToken(1)])
     consumer.runner.gate.set()
     consumer.assert_baseline()
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.engine.group import ChoiceGroup
 from common.engine.request import RequestId, Work
 from common.engine.scheduler import ScheduledBatch, Scheduler
 from common.engine.sequence import Phase, SequenceState
@@ -37,21 +38,28 @@ class Bench:
             samples, sequence = chunk.samples, chunk.sequence
             sequence.num_computed = chunk.end
             if samples:
-                sequence.token_ids.append(7)
                 self._move_on(sequence)
 
     def _move_on(self, sequence: SequenceState) -> None:
+        group = self.group(str(sequence.request.request_id))
         if sequence.request.work is Work.PREFILL:
             self.scheduler.hold(sequence)
-        elif sequence.num_generated == sequence.request.sampling.max_tokens:
-            self.scheduler.remove(sequence)
+            return
+        sequence.token_ids.append(7)
+        group.is_forked = True
+        if sequence.num_generated == sequence.request.sampling.max_tokens:
+            self.scheduler.remove_group(group)
         else:
             self.scheduler.start_decoding(sequence)
 
-    def sequence(self, name: str) -> SequenceState:
+    def group(self, name: str) -> ChoiceGroup:
         found = self.scheduler.find(RequestId(name))
         assert found is not None
         return found
+
+    def sequence(self, name: str) -> SequenceState:
+        """Choice 0 of a request."""
+        return self.group(name).sequences[0]
 
 
 def test_decodes_come_first_then_prompt_chunks_in_order() -> None:
@@ -89,9 +97,9 @@ def test_the_line_waits_for_blocks_and_nobody_overtakes() -> None:
     bench.add("large", 8, max_tokens=9)
     bench.add("small", 1, max_tokens=1)
     assert bench.admit() == ["a"]
-    bench.scheduler.remove(bench.sequence("a"))
+    bench.scheduler.remove_group(bench.group("a"))
     assert bench.admit() == ["large"]
-    bench.scheduler.remove(bench.sequence("large"))
+    bench.scheduler.remove_group(bench.group("large"))
     assert bench.admit() == ["small"]
 
 
@@ -123,6 +131,7 @@ def test_a_lease_keeps_its_seat_and_is_never_scheduled() -> None:
     leased = bench.sequence("d")
     leased.num_computed = 3
     leased.token_ids.append(9)
+    bench.group("d").is_forked = True
     bench.scheduler.start_decoding(leased)
     assert bench.plan() == [("d", 3, 4)]
 
@@ -142,9 +151,10 @@ def test_removing_returns_the_blocks_that_became_free() -> None:
     bench.add("a", 6)
     bench.add("waiting", 120)
     bench.admit()
-    a, waiting = bench.sequence("a"), bench.sequence("waiting")
-    assert bench.scheduler.remove(waiting) == []
-    assert bench.scheduler.remove(a) == list(a.blocks)
+    a, waiting = bench.group("a"), bench.group("waiting")
+    blocks = a.sequences[0].blocks
+    assert bench.scheduler.remove_group(waiting) == []
+    assert bench.scheduler.remove_group(a) == list(blocks)
     assert bench.scheduler.live == []
     assert bench.pool.num_used == 0
 

@@ -1,0 +1,50 @@
+"""What the engine knows about one live request: its prompt and its choices."""
+
+from common.engine.request import EngineRequest, Work
+from common.engine.sequence import Phase, SequenceState
+
+
+class ChoiceGroup:
+    """One live request; only the engine thread touches it.
+
+    Attributes:
+        arrival: number of requests that came before it.
+        open: choices that have not ended; never empty.
+        sequences: by choice. Until the prompt is there only choice 0's, which computes or receives it for all, whether
+            or not that choice itself is open; from then on those of the open choices.
+        is_forked: the prompt is there, and the first token of every choice.
+    """
+
+    def __init__(self, request: EngineRequest, arrival: int) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.open = set(range(request.sampling.n))
+        self.sequences = {0: SequenceState(request)}
+        self.is_forked = False
+
+    @property
+    def prompt(self) -> SequenceState:
+        """The sequence that stands for the prompt, until the group is forked."""
+        return self.sequences[0]
+
+    def violations(self, block_size: int) -> list[str]:
+        """What is wrong with this request, one sentence each."""
+        name, found = f"request {self.request.request_id!r}", []
+        if not self.open or not self.open <= set(range(self.request.sampling.n)):
+            found.append(f"{name} has the open choices {sorted(self.open)} of {self.request.sampling.n}")
+        want = self.open if self.is_forked else {0}
+        if set(self.sequences) != want:
+            found.append(f"{name} has sequences of the choices {sorted(self.sequences)} instead of {sorted(want)}")
+        if self.is_forked and (self.request.work is Work.PREFILL or self.phases() & _BEFORE_FORK):
+            found.append(f"{name} is forked but not decoding")
+        shared = [s.blocks[: len(self.request.prompt) // block_size] for s in self.sequences.values()]
+        if any(blocks != shared[0] for blocks in shared):
+            found.append(f"{name} has choices that do not share the prompt's blocks")
+        return found + [sentence for s in self.sequences.values() for sentence in s.violations(block_size)]
+
+    def phases(self) -> set[Phase]:
+        """Of its sequences."""
+        return {s.phase for s in self.sequences.values()}
+
+
+_BEFORE_FORK = {Phase.WAITING, Phase.LEASED, Phase.PREFILLING, Phase.PREFILLED}
