@@ -47,6 +47,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._core.engine.abort(request_id)
         return True
 
+    def live_requests(self) -> list[RequestId]:
+        return list(self._live)
+
     def check_invariants(self) -> list[str]:
         return [] if self._receiver is None else self._receiver.check_invariants()
 

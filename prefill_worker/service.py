@@ -96,6 +96,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             prompts.fail(HandoffError("the prefill was aborted"))
         return prompts is not None
 
+    def live_requests(self) -> list[RequestId]:
+        return list(self._prompts)
+
     def check_invariants(self) -> list[str]:
         surplus = self._sender.num_active - len(self._prompts)
         return [f"{surplus} transfers are under way for no live request"] if surplus > 0 else []
@@ -103,7 +106,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
         prompts, engine_request = Prompts(), to_engine_request(request, Work.PREFILL, self._core.description)
         with (
-            self._lifecycle.serving(),
+            self._lifecycle.serving(admitted=True),
             self._core.bridge.subscribed(engine_request.request_id, prompts),
             structlog.contextvars.bound_contextvars(request_id=engine_request.request_id),
         ):

@@ -58,14 +58,29 @@ class KVStore:
         self.num_blocks = num_blocks
         self.poison = poison
         num_slots = num_blocks * layout.block_size
-        # [L, 2, S, G, D]; index 0 of the second axis is K, 1 is V.
-        self.kv_L2SGD = torch.zeros(
-            (layout.num_layers, 2, num_slots, layout.num_kv_heads, layout.head_dim), dtype=layout.dtype, device=device
-        )
+        self._device = device
         self.rows_SLK: RoutingArray = routing.empty(num_slots)
         self._row_written = np.zeros(num_slots, np.bool_)
-        if poison:
-            self._poison(range(1, num_blocks))
+        self.restore()
+
+    def restore(self) -> None:
+        """Allocates K and V; every block is blank. Raises what torch raises when memory is out: RuntimeError."""
+        layout = self.layout
+        num_slots = self.num_blocks * layout.block_size
+        # [L, 2, S, G, D]; index 0 of the second axis is K, 1 is V.
+        self.kv_L2SGD = torch.zeros(
+            (layout.num_layers, 2, num_slots, layout.num_kv_heads, layout.head_dim),
+            dtype=layout.dtype,
+            device=self._device,
+        )
+        if self.poison:
+            self._poison(range(1, self.num_blocks))
+
+    def release(self) -> None:
+        """Gives the memory of K and V back until `restore`. No block may be in use; routing rows stay allocated."""
+        self.kv_L2SGD = torch.empty(0, dtype=self.layout.dtype, device=self._device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Makes newly allocated blocks blank: zero K and V, no routing row. Masked attention reads zeros, never NaN."""

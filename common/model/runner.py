@@ -22,8 +22,17 @@ class ModelRunner:
 
     def __init__(self, decoder: MoeDecoder, store: KVStore) -> None:
         assert store.layout.dtype == decoder.dtype, "the store and the decoder differ in dtype"
-        self._decoder = decoder
+        self._resident: MoeDecoder | None = decoder
         self._store = store
+
+    def use(self, decoder: MoeDecoder | None) -> None:
+        """Computes with other weights of the same shape from the next step on. None: holds none, and runs no step."""
+        self._resident = decoder
+
+    @property
+    def _decoder(self) -> MoeDecoder:
+        assert self._resident is not None, "a step without weights"
+        return self._resident
 
     @torch.inference_mode()
     def execute(self, chunks: Sequence[Chunk]) -> StepOutput:

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,12 +14,15 @@ from common.errors import ConfigError
 from common.kv.pool import BlockPool
 from common.kv.store import KVLayout, KVStore
 from common.model.config import ModelConfig
+from common.model.decoder import MoeDecoder
 from common.model.loader import LoadedModel, load_model
 from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
 from common.model.runner import ModelRunner
 from common.pb import types_pb2
 from common.process import num_cores
 from common.worker.bridge import EngineBridge
+from common.worker.checkpoints import CheckpointLoader
+from common.worker.weights import Weights
 
 #: KV cache of a worker that was told nothing: enough for tens of thousands of tokens of a small model.
 DEFAULT_KV_CACHE_BYTES = 2**30
@@ -28,11 +32,16 @@ DEFAULT_KV_CACHE_BYTES = 2**30
 class WorkerCore:
     """Everything behind the RPC services of one worker."""
 
-    description: types_pb2.ModelDescription
+    weights: Weights
     exact: bool
     store: KVStore
     engine: Engine
     bridge: EngineBridge
+
+    @property
+    def description(self) -> types_pb2.ModelDescription:
+        """The model with the weights in use; another object after each weight update."""
+        return self.weights.description
 
     async def engine_ended(self) -> None:
         """Returns when the engine thread has ended, by `Engine.stop` or by a fault."""
@@ -54,8 +63,9 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
     loaded = load_model(path, config, dtype, device, progress=True, max_positions=max_model_len)
     store = _allocate(layout, config, num_blocks, device, poison=settings.debug_poison_kv)
     bridge = EngineBridge()
+    runner = ModelRunner(loaded.decoder, store)
     engine = Engine(
-        runner=ModelRunner(loaded.decoder, store),
+        runner=runner,
         store=store,
         pool=BlockPool(num_blocks + 1),
         limits=EngineLimits(
@@ -70,7 +80,16 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
     )
     bridge.attach(engine)
     description = _describe(settings, config, loaded, max_model_len, numerics_fingerprint(device, dtype))
-    return WorkerCore(description, is_exact(device), store, engine, bridge)
+    loader = CheckpointLoader(config, dtype, device, max_model_len)
+    weights = Weights(description, path, loader.load, partial(_use, runner, engine))
+    engine.label_tokens(settings.weight_version)
+    return WorkerCore(weights, is_exact(device), store, engine, bridge)
+
+
+def _use(runner: ModelRunner, engine: Engine, decoder: MoeDecoder | None, version: str) -> None:
+    """Puts weights to use; on the engine thread, between steps."""
+    runner.use(decoder)
+    engine.label_tokens(version)
 
 
 def _allocate(layout: KVLayout, config: ModelConfig, num_blocks: int, device: torch.device, *, poison: bool) -> KVStore:

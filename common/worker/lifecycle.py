@@ -8,19 +8,33 @@ from common.errors import UnavailableError
 
 
 class Lifecycle:
-    """Counts live calls; once draining, refuses new ones."""
+    """Counts live calls; refuses new ones while it is draining or paused."""
 
     def __init__(self) -> None:
         self._live = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
+        self.paused = False
+
+    @property
+    def num_live(self) -> int:
+        return self._live
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Holds one live call. Raises UnavailableError when the worker is draining."""
+    def serving(self, *, admitted: bool = False) -> Iterator[None]:
+        """Holds one live call.
+
+        Args:
+            admitted: the call belongs to a request that another worker has admitted, so a pause does not refuse it.
+
+        Raises:
+            UnavailableError: the worker is draining or paused.
+        """
         if self.draining:
             raise UnavailableError("the worker is draining and takes no new requests")
+        if self.paused and not admitted:
+            raise UnavailableError("the worker is paused and takes no new requests")
         self._live += 1
         self._idle.clear()
         try:
@@ -29,6 +43,10 @@ class Lifecycle:
             self._live -= 1
             if not self._live:
                 self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Returns when no call is live."""
+        await self._idle.wait()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new calls and waits for the live ones; False if some were still live after `timeout_s`."""

@@ -7,6 +7,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from common.engine.loop import Engine
+from common.worker.control import PauseState, WorkerControl
+from common.worker.weights import Weights
 
 #: Reads one number at scrape time.
 Reading = Callable[[], float]
@@ -68,3 +70,11 @@ def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
     metrics.counter("preemptions", "Sequences put back; 0, because admission reserves all blocks.", lambda: 0)
     waited = metrics.histogram("request_queue_time_seconds", "Time until a seat was free.", QUEUE_TIME_BUCKETS)
     engine.observe_queue_time(waited)
+
+
+def control_metrics(metrics: WorkerMetrics, control: WorkerControl, weights: Weights) -> None:
+    """Whether the worker serves, and how often its weights were replaced."""
+    order = list(PauseState)
+    metrics.gauge("pause_state", "0 running, 1 pausing, 2 paused.", lambda: order.index(control.state))
+    metrics.gauge("sleep_level", "0 awake, 1 without KV cache, 2 without weights too.", lambda: control.sleep_level)
+    metrics.counter("weight_updates", "Times that other weights were put to use.", lambda: weights.num_updates)

@@ -9,9 +9,10 @@ from common.config import WorkerSettings
 from common.handoff.messages import HandoffIdentity
 from common.messages import ROLE_NAMES
 from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
+from common.worker.control import WorkerControl
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
-from common.worker.metrics import WorkerMetrics, engine_metrics
+from common.worker.metrics import WorkerMetrics, control_metrics, engine_metrics
 from common.worker.server import WorkerServer
 from common.worker.service import RoleService, WorkerIdentity, WorkerService
 
@@ -48,8 +49,10 @@ def add_worker_service(
     worker_id = settings.worker_id or f"{name}-{server.address.rpartition(':')[2]}"
     metrics = WorkerMetrics(name, worker_id)
     engine_metrics(metrics, core.engine)
+    control = WorkerControl(core.engine, core.store, core.weights, lifecycle, role_service)
+    control_metrics(metrics, control, core.weights)
     identity = WorkerIdentity(worker_id, instance_id, role, os.getpid(), server.address, handoff_endpoint)
-    service = WorkerService(identity, core, lifecycle, metrics, role_service)
+    service = WorkerService(identity, core, lifecycle, metrics, role_service, control)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     return worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name, metrics
 
