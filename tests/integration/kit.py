@@ -6,14 +6,23 @@ from pathlib import Path
 
 import torch
 
+from common.engine.loop import Engine
 from common.engine.solo import SoloRunner
+from common.errors import InvalidRequestError
 from common.kv.store import KVLayout, KVStore
 from common.model.batch import Runner
+from common.model.decoder import MoeDecoder
 from common.model.families import parse_config
-from common.model.loader import load_model
+from common.model.loader import LoadedModel, load_model
 from common.model.runner import ModelRunner
 from common.pb import types_pb2
+from common.worker.checkpoints import CheckpointLoader
+from common.worker.weights import Load, Weights
 from tests.fakes.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, fake_store
+
+
+async def _no_checkpoint(path: Path) -> LoadedModel:
+    raise InvalidRequestError(f"{path} cannot be loaded by a model in memory", param="path")
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,20 @@ class Kit:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    path: Path = Path("in memory")
+    #: Loads another checkpoint of the same model; a kit without a checkpoint cannot.
+    load: Load = _no_checkpoint
+
+    def weights(self, runner: Runner, engine: Engine, *, routing: bool) -> Weights:
+        """What a worker of this kit computes with."""
+
+        def use(decoder: MoeDecoder | None, version: str) -> None:
+            assert isinstance(runner, ModelRunner)
+            runner.use(decoder)
+            engine.label_tokens(version)
+
+        engine.label_tokens("0")
+        return Weights(self.description(routing=routing), self.path, self.load, use)
 
     def solo(self) -> SoloRunner:
         """The oracle, with blocks for the longest request."""
@@ -81,4 +104,6 @@ def checkpoint_kit(
         vocab_size=config.vocab_size,
         max_model_len=max_model_len or config.max_position_embeddings,
         eos_token_ids=config.eos_token_ids,
+        path=path,
+        load=CheckpointLoader(config, dtype, device, max_model_len or config.max_position_embeddings).load,
     )

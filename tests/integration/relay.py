@@ -151,7 +151,7 @@ def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
     )
     engine = Engine(runner, store, BlockPool(plan.num_blocks + 1), limits, kit.eos_token_ids, bridge.deliver)
     bridge.attach(engine)
-    return WorkerCore(kit.description(routing=plan.routing), True, store, engine, bridge), runner
+    return WorkerCore(kit.weights(runner, engine, routing=plan.routing), True, store, engine, bridge), runner
 
 
 @asynccontextmanager
