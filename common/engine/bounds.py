@@ -1,4 +1,4 @@
-"""Bounds of sampling parameters. The router has checked them; a peer that skips the router must not reach the sampler."""
+"""Bounds of sampling parameters. The router checks them too; a peer that skips it must not reach the sampler."""
 
 import math
 from collections.abc import Iterable
