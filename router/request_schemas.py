@@ -43,13 +43,17 @@ class StreamOptions(RequestModel):
 
 
 class StructuredOutputs(RequestModel):
-    """What the output must follow; exactly one of these."""
+    """What the output must follow: one of json, regex, choice, grammar and json_object."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="JSON schema, as object or as text.")
     regex: str | None = None
     choice: list[str] | None = Field(None, description="The output is one of these strings.")
-    grammar: str | None = Field(None, description="A Lark-like or EBNF grammar.")
+    grammar: str | None = Field(None, description="A grammar in llguidance's Lark dialect, or GBNF.")
     json_object: bool | None = Field(None, description="Any JSON object.")
+    disable_any_whitespace: bool | None = Field(None, description="JSON without white space between its tokens.")
+    whitespace_pattern: str | None = Field(None, description="Regular expression of white space in JSON.")
+    disable_additional_properties: bool | None = Field(None, description="Only null or false.")
+    structural_tag: str | None = Field(None, description="Only null.")
 
 
 #: How rows are worded: a base64 .npy file, or prime-rl's object.
@@ -66,8 +70,8 @@ NumLogprobs = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 Stops = str | list[str]
 
 
-class SamplingFields(RequestModel):
-    """`sampling_params`, and what every other dialect is translated into."""
+class CommonSamplingFields(RequestModel):
+    """Sampling fields that are the same in `sampling_params` and at the top of the OpenAI endpoints' requests."""
 
     n: int | None = Field(None, ge=1, description="Number of choices, each with its own tokens and rows.")
     temperature: float | None = Field(None, ge=0, description="0 is greedy.")
@@ -85,11 +89,8 @@ class SamplingFields(RequestModel):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop string in the text.")
-    max_tokens: int | None = Field(None, ge=1, description="Absent: the rest of the context; clamped to the context.")
     min_tokens: int | None = Field(None, ge=0)
-    logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; absent: no logprobs.")
     prompt_logprobs: NumLogprobs | None = Field(None, description="The same for prompt tokens.")
-    detokenize: bool | None = Field(None, description="False is incompatible with `stop`; else no effect on ids.")
     skip_special_tokens: bool | None = Field(None, description="Whether texts, and stops, see special tokens.")
     structured_outputs: StructuredOutputs | None = None
     routed_experts_prompt_start: int | None = Field(
@@ -98,6 +99,14 @@ class SamplingFields(RequestModel):
     return_routed_experts: bool | None = Field(None, description="False switches routing rows off for this request.")
     routed_experts_format: RowsFormat | None = Field(None, description="Overrides the server's format of rows.")
     return_sampling_mask: bool | None = Field(None, description="Report the ids that survived top-k, top-p, min-p.")
+
+
+class SamplingFields(CommonSamplingFields):
+    """`sampling_params`, and what every other dialect is translated into."""
+
+    max_tokens: int | None = Field(None, ge=1, description="Absent: the rest of the context; clamped to the context.")
+    logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; absent: no logprobs.")
+    detokenize: bool | None = Field(None, description="False is incompatible with `stop`; else no effect on ids.")
 
 
 class GenerateRequest(RequestModel):
