@@ -23,16 +23,22 @@ from router.keys import (
     PIPELINE,
     PLANNER,
     SETTINGS,
+    TEXT,
     UNKNOWN_FIELDS,
     ServedModel,
+    TextTools,
 )
 from router.live import LiveRequests
 from router.metrics import RouterMetrics
-from router.middleware import bound_headers, errors_as_json
+from router.middleware import bound_sizes, errors_as_json
 from router.openapi import document, json_text
 from router.pipeline import Pipeline
 from router.surface import CONTROL, CONTROL_PATHS, PUBLIC, Surface
+from router.text.chat import load_chat_template
+from router.text.tokenizer import load_tokenizer
 from router.validate import Planner
+
+log = structlog.get_logger()
 
 
 def create_app(settings: RouterSettings) -> web.Application:
@@ -69,7 +75,7 @@ def create_control_app(public: web.Application) -> web.Application:
 
 def _application(settings: RouterSettings, surface: Surface, guard: Guard, cors: Cors) -> web.Application:
     app = web.Application(
-        middlewares=[errors_as_json, bound_headers, answer_preflights, require_key],
+        middlewares=[errors_as_json, bound_sizes, answer_preflights, require_key],
         client_max_size=settings.max_body_bytes,
     )
     described = document(surface.title, surface.operations, secured=guard.keys is not None)
@@ -98,6 +104,18 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s)
     async with fleet.running():
         yield
+
+
+def _text_tools(settings: RouterSettings) -> TextTools:
+    """Of the checkpoint, if the router knows one."""
+    if settings.model is None:
+        return TextTools(None, None)
+    folder = checkpoint_folder(settings.model)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        log.warning("no_tokenizer", folder=str(folder), hint="only token ids are served")
+        return TextTools(None, None)
+    return TextTools(tokenizer, load_chat_template(folder, tokenizer, settings.chat_template))
 
 
 def _served_model(settings: RouterSettings) -> ServedModel:

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, Template
 
 Schema = dict[str, Any]
 
@@ -32,7 +32,7 @@ def render(document: dict[str, Any]) -> str:
 
 @cache
 def _template() -> Template:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((files("router") / "docs_page.html").read_text("utf-8"))
 
 
@@ -63,8 +63,8 @@ def example(schema: Schema, document: dict[str, Any], depth: int = 0) -> Any:
             return schema[key][0]
     if "const" in schema:
         return schema["const"]
-    for option in schema.get("anyOf", schema.get("oneOf", [])):
-        return example(option, document, depth)
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return example(options[0], document, depth)
     return _by_type(schema, document, depth)
 
 

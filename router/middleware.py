@@ -38,12 +38,17 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 @web.middleware
-async def bound_headers(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The parser bounds each header and their number; this bounds all of them together."""
+async def bound_sizes(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses what is too large before a byte of the body is read.
+
+    The parser bounds each header and their number, and whoever reads the body a chunked one.
+    """
     limit = request.app[SETTINGS].max_header_bytes
     size = sum(len(name) + len(value) for name, value in request.raw_headers)
     if size > limit:
         raise InvalidRequestError(f"the headers have {size} bytes, more than --max-header-bytes {limit}")
+    if (request.content_length or 0) > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size)
     return await handler(request)
 
 

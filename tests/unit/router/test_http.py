@@ -10,7 +10,6 @@ from common.config import RouterSettings
 from common.errors import ConfigError
 from router.app import create_app
 from router.keys import MODEL
-from router.openapi import document, document_json
 from tests.fakes.fake_workers import Script, expected_tokens
 from tests.unit.router.cluster import GENERATE, running, strict_json
 
@@ -165,29 +164,6 @@ async def test_every_token_counts_in_the_inter_token_latency() -> None:
     # Chunks of 3, 3 and 2: the tokens that come with the first one have no time between them.
     assert "moerelay_inter_token_latency_seconds_count 5.0" in text
     assert "moerelay_time_to_first_token_seconds_count 1.0" in text
-
-
-async def test_openapi_names_every_route_and_schema() -> None:
-    async with running() as cluster:
-        status, served = await cluster.get("/openapi.json")
-        assert (status, served) == (200, document())
-    app = create_app(RouterSettings())
-    routes = {
-        (route.resource.canonical, route.method.lower())
-        for route in app.router.routes()
-        if route.resource is not None and route.method != "HEAD"
-    }
-    assert {(path, method) for path, item in served["paths"].items() for method in item} == routes
-    schemas = served["components"]["schemas"]
-    assert {"GenerateRequest", "GenerateResponse", "GenerateStreamResponse", "GenerateResponseStreamChoice"} <= set(
-        schemas
-    )
-    assert "(p + g - 1 - start, num_layers, top_k)" in schemas["GenerateResponseChoice"]["description"]
-
-
-def test_committed_openapi_is_current() -> None:
-    committed = Path(__file__).parents[3] / "docs" / "openapi.json"
-    assert committed.read_text() == document_json()
 
 
 def write_generation_config(folder: Path, text: str) -> RouterSettings:
