@@ -72,6 +72,12 @@ class Fleet:
             self.review()
             await asyncio.sleep(self._settings.heartbeat_interval_s)
 
+    async def refresh(self) -> None:
+        """Hears every worker once, now."""
+        timeout_s = self._settings.heartbeat_timeout_s
+        await asyncio.gather(*(worker.heartbeat(timeout_s) for worker in self.workers))
+        self.review()
+
     def review(self) -> None:
         """Decides anew who is refused, and says so when it changes."""
         reference = self._reference()
@@ -107,13 +113,18 @@ class Fleet:
         )
 
     def model(self) -> types_pb2.ModelDescription:
-        """The model that requests are checked against. Raises UnavailableError if no pair can serve it."""
+        """The model that requests are checked against. Raises UnavailableError if no pair can serve it now."""
         decode, _ = self._candidates()
         return self._described(decode[0]).model
 
+    def require_pair(self) -> None:
+        """Raises UnavailableError if no pair could serve, were none paused."""
+        if not self._usable_decode():
+            raise UnavailableError(f"no healthy pair of workers: {self._what_is_missing()}")
+
     def can_serve(self) -> bool:
         """Whether `pick` would find a pair."""
-        return bool(self._usable_decode())
+        return not all(worker.paused for worker in self._usable_decode())
 
     def known_model(self) -> types_pb2.ModelDescription | None:
         """The model that is served, or would be; None before any worker that could be used has answered."""
@@ -128,7 +139,7 @@ class Fleet:
         """The pair for one choice.
 
         Raises:
-            UnavailableError: no pair of healthy workers that fit; the message says what is missing.
+            UnavailableError: no pair of healthy workers that fit, or all are paused; the message says which.
         """
         decode, prefill = self._candidates()
         chosen = self._choose(decode)
@@ -136,9 +147,10 @@ class Fleet:
 
     def _candidates(self) -> tuple[list[Worker], list[Worker]]:
         """Decode workers that may take a choice (at least one), and prefill workers for those that need one."""
-        decode = self._usable_decode()
+        self.require_pair()
+        decode = [worker for worker in self._usable_decode() if not worker.paused]
         if not decode:
-            raise UnavailableError(f"no healthy pair of workers: {self._what_is_missing()}")
+            raise UnavailableError("the cluster is paused and takes no requests until it is resumed")
         return decode, self._usable_prefill()
 
     def _usable_prefill(self) -> list[Worker]:

@@ -234,6 +234,8 @@ class WorkerView(ResponseModel):
     kv_blocks_cached: int | None
     kv_blocks_total: int | None
     weight_version: str | None
+    pause: Literal["running", "pausing", "paused"] | None
+    sleep_level: int | None
     exact: bool | None
     instance_id: str | None
     numerics: str | None

@@ -22,7 +22,7 @@ from router.response_schemas import (
     VersionResponse,
     WorkerView,
 )
-from router.worker import Worker
+from router.worker import PAUSE_NAMES, Worker
 
 VERSION = version("moerelay")
 
@@ -33,16 +33,17 @@ async def live(_: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while a pair of workers can serve, draining or not. Raises UnavailableError otherwise."""
+    """200 while there is a pair of workers that can serve, draining and paused or not. Raises UnavailableError."""
     fleet = request.app[FLEET]
-    fleet.model()
+    fleet.require_pair()
     return _json(HealthResponse(status="ok", exact=fleet.exact()))
 
 
 async def ready(request: web.Request) -> web.Response:
-    """As `health`, and 503 from the moment the router drains."""
+    """As `health`, and 503 while the cluster is paused and from the moment the router drains."""
     if request.app[LIVE].draining:
         raise UnavailableError("the router is draining")
+    request.app[FLEET].model()
     return await health(request)
 
 
@@ -115,6 +116,8 @@ def _view(worker: Worker, status: worker_pb2.WorkerStatus) -> WorkerView:
         kv_blocks_cached=status.load.kv_blocks_cached,
         kv_blocks_total=status.load.kv_blocks_total,
         weight_version=status.model.weight_version,
+        pause=PAUSE_NAMES.get(status.pause),
+        sleep_level=status.sleep_level,
         exact=status.exact,
         instance_id=status.instance_id,
         numerics=status.model.numerics,
@@ -145,11 +148,11 @@ OPERATIONS = (
     Operation(
         "get",
         "/ready",
-        "A pair of workers can serve and the router is not draining.",
+        "A pair of workers serves; neither are they paused nor is the router draining.",
         answer=HealthResponse,
         errors=(503,),
     ),
-    Operation("get", "/health", "A pair of workers can serve.", answer=HealthResponse, errors=(503,)),
+    Operation("get", "/health", "A pair of workers can serve, paused or not.", answer=HealthResponse, errors=(503,)),
     Operation("get", "/v1/models", "The model that is served.", answer=ModelList),
     Operation("get", "/cluster", "Every worker, its state and its load.", answer=ClusterView),
     METRICS_OPERATION,

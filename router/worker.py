@@ -1,5 +1,6 @@
 """One worker as the router knows it: its channel, its heartbeats, and the choices that depend on it."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,16 @@ _SIDE_OF_ROLE: dict[types_pb2.Role.ValueType, Side] = {
     types_pb2.ROLE_BOTH: "decode",
 }
 
+PauseName = Literal["running", "pausing", "paused"]
+
+#: What /cluster calls the states of a worker.
+PAUSE_NAMES: dict[worker_pb2.PauseState.ValueType, PauseName] = {
+    worker_pb2.PAUSE_STATE_RUNNING: "running",
+    worker_pb2.PAUSE_STATE_PAUSING: "pausing",
+    worker_pb2.PAUSE_STATE_PAUSED: "paused",
+}
+_PAUSED = (worker_pb2.PAUSE_STATE_PAUSING, worker_pb2.PAUSE_STATE_PAUSED)
+
 
 class Worker:
     """Owns the gRPC channel. `side` is where the configuration lists the worker; its own role must agree."""
@@ -41,6 +52,8 @@ class Worker:
         self._state = WorkerState(silence_limit_s)
         self._dependents: set[Failure] = set()
         self._dependents_at_heartbeat = 0
+        #: One heartbeat at a time, so that an older answer never replaces a newer one.
+        self._beating = asyncio.Lock()
 
     @property
     def id(self) -> str:
@@ -53,6 +66,23 @@ class Worker:
     @property
     def usable(self) -> bool:
         return self.status is not None and self.refused is None and self.state is State.HEALTHY
+
+    @property
+    def paused(self) -> bool:
+        """It takes no new requests; on a prefill worker: it computes nothing."""
+        return self.status is not None and self.status.pause in _PAUSED
+
+    @property
+    def described(self) -> worker_pb2.WorkerStatus:
+        """The last answer of a worker that is known to have answered."""
+        assert self.status is not None, "the worker has never answered a heartbeat"
+        return self.status
+
+    @property
+    def num_live(self) -> int:
+        """Requests on the worker, as the last heartbeat says."""
+        load = self.described.load
+        return load.running + load.waiting + load.handoffs
 
     @property
     def load(self) -> int:
@@ -70,6 +100,10 @@ class Worker:
 
     async def heartbeat(self, timeout_s: float) -> None:
         """Asks the worker for its state; a failure counts against it."""
+        async with self._beating:
+            await self._heartbeat(timeout_s)
+
+    async def _heartbeat(self, timeout_s: float) -> None:
         try:
             with worker_errors(self.id):
                 status = await self.control.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
