@@ -5,6 +5,7 @@ Both are polled: a new process offers nothing else to wait for. The caller sets 
 
 import asyncio
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -17,19 +18,28 @@ _POLL_INTERVAL_S = 0.05
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
-async def read_ready_file(path: Path) -> str:
-    """The HOST:PORT that a process reports as JSON `{"address": "HOST:PORT", "pid": n}`, once it serves."""
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """HOST:PORT of what a process serves; a control port is a router's, if it has one."""
+
+    address: str
+    control_address: str | None
+
+
+async def read_ready_file(path: Path) -> Addresses:
+    """What a process reports as JSON, `{"address": "HOST:PORT", "control_address": null, "pid": n}`, once it serves."""
     while True:
-        if (address := _reported_address(path)) is not None:
-            return address
+        if (addresses := _reported(path)) is not None:
+            return addresses
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-def _reported_address(path: Path) -> str | None:
+def _reported(path: Path) -> Addresses | None:
     try:
-        return str(json.loads(path.read_text())["address"])
+        report = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):  # not there, or not written to its end
         return None
+    return Addresses(report["address"], report.get("control_address"))
 
 
 async def wait_until_ready(url: str) -> None:

@@ -17,6 +17,7 @@ from deploy.extras import needs_worker_extra
 from deploy.plan import ClusterPlan
 from deploy.processes import Child, ProcessGroup, ProcessSpec, StopRequests, race
 from deploy.ready import read_ready_file, wait_until_ready
+from router.access import Access
 
 #: What a process gets on top of --drain-timeout-s to close its sockets before it is killed.
 EXIT_GRACE_S = 5.0
@@ -57,27 +58,32 @@ class LocalCluster:
         timeout_s = self._plan.settings.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                url = await self._start()
+                ready = await self._start()
         except TimeoutError:
             raise StartupError(f"the cluster was not ready after {timeout_s:g} s (--start-timeout-s)") from None
         self._is_ready = True
-        print(f"moerelay ready {url}", file=self._stdout, flush=True)
+        print(f"moerelay ready {ready}", file=self._stdout, flush=True)
         await asyncio.Event().wait()  # until another contender of the race ends
 
     async def _start(self) -> str:
-        """Workers, then the router in front of them; returns the URL once /ready says so."""
+        """Workers, then the router in front of them; returns where it is once /ready says so.
+
+        That is the URL, and after the word "control" that of the control port, if there is one.
+        """
         prefill, decode = self._plan.prefill_workers(), self._plan.decode_workers()
         for spec in [*prefill, *decode]:
             self._workers.append(await self._group.start(spec))
         router = self._plan.router(await self._addresses(prefill), await self._addresses(decode))
         self._routers.append(await self._group.start(router))
-        [address] = await self._addresses([router])
-        await wait_until_ready(f"http://{address}/ready")
-        port = int(address.rpartition(":")[2])
-        return f"http://{host_port(self._plan.settings.host, port)}"
+        served = await read_ready_file(self._plan.ready_file(router.name))
+        await wait_until_ready(f"http://{served.address}/ready")
+        url = _url(self._plan.settings.host, served.address)
+        if served.control_address is None:
+            return url
+        return f"{url} control {_url(self._plan.settings.admin_host, served.control_address)}"
 
     async def _addresses(self, specs: Sequence[ProcessSpec]) -> list[str]:
-        return [await read_ready_file(self._plan.ready_file(spec.name)) for spec in specs]
+        return [(await read_ready_file(self._plan.ready_file(spec.name))).address for spec in specs]
 
     async def _fail_on_exit(self) -> None:
         raise self._failure(await self._group.first_exit())
@@ -106,6 +112,11 @@ class LocalCluster:
         await stop.second()
         self._group.kill()
         return _FORCED_EXIT_CODE
+
+
+def _url(host: str, address: str) -> str:
+    """With the host that the user chose and the port that was bound."""
+    return f"http://{host_port(host, int(address.rpartition(':')[2]))}"
 
 
 def describe_exit(code: int | None) -> str:
@@ -143,7 +154,7 @@ def with_local_model(settings: UpSettings, resolve: Callable[[str], Path]) -> Up
     return settings.model_copy(update={"model": str(path), "served_model_name": name})
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, flags: str = "--port (0: a free one) or --host") -> None:
     """Finds out before the weights are loaded whether the router will be able to listen; it may still lose a race.
 
     Raises:
@@ -154,13 +165,16 @@ def check_port(host: str, port: int) -> None:
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host_port(host, port)}: {str(error.strerror).partition(' (')[0]}; "
-            "choose another --port (0: a free one) or --host"
+            f"choose another {flags}"
         ) from error
 
 
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, argv, prog="moerelay up")
+    Access.of(settings)
     check_port(settings.host, settings.port)
+    if settings.admin_port is not None:
+        check_port(settings.admin_host, settings.admin_port, "--admin-port (0: a free one) or --admin-host")
     with needs_worker_extra("up"):
         from common.model.hub import resolve_model
 

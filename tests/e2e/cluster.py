@@ -20,7 +20,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-READY = re.compile(r"^moerelay ready (http://\S+)$")
+READY = re.compile(r"^moerelay ready (http://\S+)(?: control (http://\S+))?$")
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 #: A stream is closed this soon after its last event.
@@ -36,6 +36,8 @@ class Cluster:
     url: str
     process: subprocess.Popen[str]
     log: Path
+    #: With --admin-port.
+    control_url: str | None = None
 
 
 @contextmanager
@@ -46,7 +48,8 @@ def running_cluster(model: Path, tmp_path: Path, *flags: str) -> Iterator[Cluste
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
-        yield Cluster(_wait_ready(process, log), process, log)
+        url, control_url = _wait_ready(process, log)
+        yield Cluster(url, process, log, control_url)
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()[-4000:]
     finally:
@@ -61,7 +64,7 @@ def running_cluster(model: Path, tmp_path: Path, *flags: str) -> Iterator[Cluste
         process.stdout.close()
 
 
-def _wait_ready(process: subprocess.Popen[str], log: Path) -> str:
+def _wait_ready(process: subprocess.Popen[str], log: Path) -> tuple[str, str | None]:
     assert process.stdout is not None
     selector = selectors.DefaultSelector()
     selector.register(process.stdout, selectors.EVENT_READ)
@@ -70,7 +73,7 @@ def _wait_ready(process: subprocess.Popen[str], log: Path) -> str:
     line = process.stdout.readline().strip()
     match = READY.match(line)
     assert match, f"{line!r} is not a ready line:\n{log.read_text()[-4000:]}"
-    return match[1]
+    return match[1], match[2]
 
 
 def decode_rows(text: str) -> npt.NDArray[np.integer]:

@@ -42,9 +42,9 @@ def misbehave_at_start(name: str, fault: str) -> None:
         sys.exit(0)
 
 
-def report_ready(path: Path | None, address: str) -> None:
+def report_ready(path: Path | None, address: str, control_address: str | None) -> None:
     assert path is not None
-    path.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    path.write_text(json.dumps({"address": address, "control_address": control_address, "pid": os.getpid()}))
 
 
 class ReadyHandler(BaseHTTPRequestHandler):
@@ -92,7 +92,10 @@ def main(role: str, argv: list[str]) -> None:
     misbehave_at_start(name, fault)
     is_router = isinstance(settings, RouterSettings)
     address = serve_http(settings.host, settings.port) if is_router else f"127.0.0.1:{9000 + len(name)}"
-    report_ready(settings.ready_file, address)
+    control = None
+    if isinstance(settings, RouterSettings) and settings.admin_port is not None:
+        control = serve_http(settings.admin_host, settings.admin_port)
+    report_ready(settings.ready_file, address, control)
     signal.sigwait({stop})
     journal.add("stopping")
     if fault == "deaf":

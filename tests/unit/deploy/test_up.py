@@ -18,7 +18,7 @@ from common.model.presets import synthetic_config
 from deploy.plan import ClusterPlan
 from deploy.processes import clean_environment
 from deploy.ready import wait_until_ready
-from deploy.up import check_port, with_local_model
+from deploy.up import check_port, main, with_local_model
 from tests.unit.deploy.conftest import REPOSITORY, StartCluster, is_alive
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0")
@@ -49,6 +49,30 @@ async def test_ready_line_of_an_ipv6_host_is_a_url(start_cluster: StartCluster) 
     async with start_cluster(host="::1") as cluster:
         await cluster.ready()
     assert re.fullmatch(r"moerelay ready http://\[::1\]:[1-9]\d*\n", cluster.stdout.getvalue())
+
+
+async def test_ready_line_names_the_control_port_if_there_is_one(start_cluster: StartCluster) -> None:
+    async with start_cluster(admin_port=0) as cluster:
+        await cluster.ready()
+    pattern = r"moerelay ready http://127\.0\.0\.1:([1-9]\d*) control http://127\.0\.0\.1:([1-9]\d*)\n"
+    match = re.fullmatch(pattern, cluster.stdout.getvalue())
+    assert match, cluster.stdout.getvalue()
+    assert match[1] != match[2]
+
+
+async def test_every_origin_reaches_the_router(start_cluster: StartCluster) -> None:
+    origins = ["https://a.example", "http://[::1]:3000", "*"]
+    async with start_cluster(cors_origin=origins) as cluster:
+        await cluster.ready()
+    assert cluster.settings_of("router")["cors_origin"] == origins
+
+
+@pytest.mark.parametrize(
+    "flags", [["--admin-on-public-port"], ["--api-key-file=/missing"], ["--cors-origin=page.example"]]
+)
+def test_access_that_cannot_be_is_refused_before_anything_starts(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match=flags[0].partition("=")[0]):
+        main(["--model", "m", "--port", "0", *flags])
 
 
 async def test_an_address_that_is_no_url_is_not_waited_for() -> None:

@@ -61,7 +61,9 @@ async def test_the_control_port_has_its_own_keys(admin_keys: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("path", sorted(CONTROL_PATHS))
-async def test_on_the_public_port_only_admin_keys_open_control_routes(path: str, admin_keys: Path, tmp_path: Path) -> None:
+async def test_on_the_public_port_only_admin_keys_open_control_routes(
+    path: str, admin_keys: Path, tmp_path: Path
+) -> None:
     (tmp_path / "public").write_text("user\n")
     settings = {"admin_on_public_port": True, "admin_key_file": admin_keys, "api_key_file": tmp_path / "public"}
     async with running(**settings) as cluster:
@@ -76,7 +78,7 @@ async def test_on_the_public_port_only_admin_keys_open_control_routes(path: str,
 
 def test_open_control_routes_are_refused(admin_keys: Path) -> None:
     for host in ("0.0.0.0", "::", "10.0.0.7", "control.example"):
-        with pytest.raises(ConfigError, match="--admin-host.*--admin-key-file"):
+        with pytest.raises(ConfigError, match=r"--admin-host.*--admin-key-file"):
             create_app(RouterSettings(admin_port=0, admin_host=host))
         create_app(RouterSettings(admin_port=0, admin_host=host, admin_key_file=admin_keys))
     for host in ("127.0.0.1", "::1", "localhost"):

@@ -67,7 +67,9 @@ async def test_any_origin() -> None:
             assert (response.status, response.headers[ALLOW]) == (204, "*")
 
 
-@pytest.mark.parametrize("origin", ["page.example", "https://page.example/", "https://page.example/path", "", "https://"])
+@pytest.mark.parametrize(
+    "origin", ["page.example", "https://page.example/", "https://page.example/path", "", "https://"]
+)
 def test_what_is_no_origin(origin: str) -> None:
     with pytest.raises(ConfigError, match="--cors-origin"):
         create_app(RouterSettings(cors_origin=[origin]))

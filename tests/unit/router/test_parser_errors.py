@@ -1,4 +1,4 @@
-"""Bytes that are hardly HTTP, large headers, bodies that come slowly: answered in JSON, and the next client is served."""
+"""Bytes that are hardly HTTP, large headers, bodies that come slowly: answered in JSON, the next client served."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -78,7 +78,9 @@ async def test_request_ids_of_ten_kilobytes_are_not_repeated() -> None:
     async with running() as cluster:
         for value in (b"x" * 10_000, b"caf\xc3\xa9", b"caf\xe9", b"a%0d%0aX-Evil: 1"):
             length = f"Content-Length: {len(BODY)}\r\n\r\n".encode()
-            status, headers, answer = await exchange(cluster, HEAD + b"X-Request-Id: " + value + b"\r\n" + length + BODY)
+            status, headers, answer = await exchange(
+                cluster, HEAD + b"X-Request-Id: " + value + b"\r\n" + length + BODY
+            )
             assert (status, answer["error"]["param"]) == (400, "request_id")
             assert value.decode("latin-1") not in str(headers) + str(answer)
         await cluster.canary()
@@ -88,7 +90,7 @@ async def test_bodies_that_stop_arriving() -> None:
     async with running(body_timeout_s=0.2) as cluster:
         for request in (
             HEAD + f"Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY[:10],
-            HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{\"tok\r\n",
+            HEAD + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"tok\r\n',
         ):
             status, _, answer = await exchange(cluster, request)
             assert (status, answer["error"]["type"]) == (408, "RequestTimeoutError")
@@ -129,7 +131,16 @@ async def test_other_expectations() -> None:
             assert status == (200 if path == "/live" else 417)
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("HEAD", "/live", 200), ("HEAD", GENERATE, 405), ("PUT", "/live", 405), ("OPTIONS", "/live", 405), ("PATCH", "/live", 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("HEAD", "/live", 200),
+        ("HEAD", GENERATE, 405),
+        ("PUT", "/live", 405),
+        ("OPTIONS", "/live", 405),
+        ("PATCH", "/live", 405),
+    ],
+)
 async def test_methods(method: str, path: str, status: int) -> None:
     async with running() as cluster, cluster.http.request(method, path) as response:
         assert (response.status, response.headers["Content-Type"].split(";")[0]) == (status, "application/json")
