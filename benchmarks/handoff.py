@@ -5,6 +5,7 @@ import asyncio
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from common.handoff.sender import HandoffSender
 from common.handoff.zmq_channel import ZmqConnector, ZmqListener
 from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore
+from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingLayout
 from common.sampling import SampledToken
 
@@ -71,7 +73,7 @@ async def _send(name: str, pipe: Connection, repetitions: int, samples: Samples)
     store = _filled_store()
     async with (
         ZmqConnector() as connector,
-        HandoffSender(connector, store, _identity("prefill"), timeout_s=TIMEOUT_S) as sender,
+        HandoffSender(connector, store, lambda: _identity("prefill"), timeout_s=TIMEOUT_S) as sender,
     ):
         await _hand_over(sender, pipe, max(PROMPTS))  # connects, and touches every page once
         for _ in range(repetitions):
@@ -89,7 +91,7 @@ async def _hand_over(sender: HandoffSender, pipe: Connection, num_tokens: int) -
     async with sender.transfer(lease, routing=True) as transfer:
         for end in range(RANGE_TOKENS, num_tokens + 1, RANGE_TOKENS):
             await transfer.send_range(BLOCKS, transfer.position, end)
-        await transfer.finish(SampledToken(0))
+        await transfer.finish([SampledToken(0)])
     return time.perf_counter() - start
 
 
@@ -117,9 +119,10 @@ async def _receive(endpoint: str, pipe: Connection) -> None:
         HandoffReceiver(
             listener,
             store,
-            _identity("decode"),
+            lambda: _identity("decode"),
             timeout_s=TIMEOUT_S,
             credit_bytes=CREDIT_BYTES,
+            known_versions=lambda: {""},
             handler=handler,
         ) as receiver,
     ):
@@ -149,7 +152,10 @@ class _Ends:
     def on_advanced(self, request_id: RequestId, computed: int) -> None:
         """The engine's business."""
 
-    def on_complete(self, request_id: RequestId, first_token: SampledToken) -> None:
+    def on_prompt_logprobs(self, request_id: RequestId, entries: PromptLogprobs) -> None:
+        """Nobody asks for them."""
+
+    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
         self._ended.set()
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:

@@ -13,6 +13,11 @@ ENTRY = np.dtype([("token_id", "<u4"), ("logprob", "<f4"), ("rank", "<u4")])
 PromptLogprobs = NewType("PromptLogprobs", npt.NDArray[np.void])
 
 
+def position_bytes(num_top: int) -> int:
+    """What one position takes."""
+    return (1 + num_top) * ENTRY.itemsize
+
+
 def empty(num_positions: int, num_top: int) -> PromptLogprobs:
     """All zeros, [num_positions, 1 + num_top]."""
     return PromptLogprobs(np.zeros((num_positions, 1 + num_top), ENTRY))

@@ -22,8 +22,9 @@ from common.handoff.messages import (
 
 Frame = bytes | memoryview
 
-#: A header is small, but for the top logprobs of the first token, of which a client may ask for the whole vocabulary.
-MAX_HEADER_BYTES = 8 * 2**20
+#: A header is small, but for the first tokens: a client may ask for the logprobs of a whole vocabulary, and each choice
+#: may have a sampling mask of that size.
+MAX_HEADER_BYTES = 32 * 2**20
 #: Payload at which a chunk is cut: large enough to hide the cost of a message, small enough to overlap with compute.
 TARGET_PAYLOAD_BYTES = 4 * 2**20
 #: No frame is larger; one token's KV must fit. ZMQ delivers a message only when all its frames are there, so this
@@ -44,6 +45,7 @@ class ChunkFrames:
     header: Chunk
     kv: memoryview
     rows: memoryview
+    scores: memoryview
 
 
 FromPrefill = Hello | Renew | ChunkFrames | Close | Abort
@@ -60,7 +62,7 @@ def encode(message: PrefillMessage | DecodeMessage, *payloads: Frame) -> list[Fr
     header = _encoder.encode(message)
     if len(header) > MAX_HEADER_BYTES:
         raise PayloadTooLargeError(
-            f"a handoff header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}; ask for fewer logprobs"
+            f"a handoff header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}; ask for fewer logprobs or choices"
         )
     return [header, *payloads]
 
@@ -71,13 +73,13 @@ def decode_from_prefill(frames: Sequence[Frame]) -> FromPrefill:
     if not isinstance(message, Chunk):
         _check_frame_count(frames, 1)
         return message
-    _check_frame_count(frames, 3)
-    kv, rows = _bytes_view(frames[1]), _bytes_view(frames[2])
-    if (kv.nbytes, rows.nbytes) != (message.kv_bytes, message.rows_bytes):
-        raise HandoffCorruptError(
-            f"a chunk declares {message.kv_bytes} + {message.rows_bytes} bytes but carries {kv.nbytes} + {rows.nbytes}"
-        )
-    return ChunkFrames(message, kv, rows)
+    _check_frame_count(frames, 4)
+    payloads = [_bytes_view(frame) for frame in frames[1:]]
+    declared = [message.kv_bytes, message.rows_bytes, message.scores_bytes]
+    carried = [payload.nbytes for payload in payloads]
+    if carried != declared:
+        raise HandoffCorruptError(f"a chunk declares {_sum(declared)} bytes but carries {_sum(carried)}")
+    return ChunkFrames(message, *payloads)
 
 
 def decode_from_decode(frames: Sequence[Frame]) -> DecodeMessage:
@@ -85,6 +87,10 @@ def decode_from_decode(frames: Sequence[Frame]) -> DecodeMessage:
     message = _decode_header(_from_decode, frames)
     _check_frame_count(frames, 1)
     return message
+
+
+def _sum(sizes: Sequence[int]) -> str:
+    return " + ".join(map(str, sizes))
 
 
 def _decode_header(decoder: "msgspec.msgpack.Decoder[MessageT]", frames: Sequence[Frame]) -> MessageT:

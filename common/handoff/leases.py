@@ -5,12 +5,13 @@ OPEN → DRAINING → gone when it ends early during a write: its blocks are not
 Messages that carry the number or generation of a lease that is not open are discarded and counted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.handoff.messages import Abort, Chunk, Close, FailureKind, Generation, Renew, TransferId
 from common.kv.pool import BlockId
+from common.prompt_logprobs import position_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,13 @@ class Lease:
     num_cached: int
     num_tokens: int
     routing: bool
+    #: Alternatives in each entry of prompt logprobs; None if none travel.
+    num_top: int | None
     deadline: float
     #: Positions [0, position) are cached or received.
     position: int
+    #: Positions [0, num_scored) have their prompt logprobs, if those travel.
+    num_scored: int = 0
     next_seq: int = 0
     #: Connection that sends this handoff; the first message binds it.
     peer: bytes | None = None
@@ -68,6 +73,11 @@ class Lease:
     state: LeaseState = LeaseState.OPEN
     #: Set when the lease ended early; None too when it was revoked, of which its owner knows.
     failure: Failure | None = None
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of one position's prompt logprobs; 0 if none travel."""
+        return 0 if self.num_top is None else position_bytes(self.num_top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +123,18 @@ class LeaseBook:
         token_bytes, row_bytes: what one token's KV and routing row occupy in a payload.
         max_chunk_bytes: payload that one chunk may carry; the credit, since a chunk must fit into it.
         timeout_s: how long a lease lives without progress.
+        known_versions: labels of all weights that were in use here; a first token may come from any of them.
     """
 
     def __init__(
-        self, *, token_bytes: int, row_bytes: int, block_size: int, max_chunk_bytes: int, timeout_s: float
+        self,
+        *,
+        token_bytes: int,
+        row_bytes: int,
+        block_size: int,
+        max_chunk_bytes: int,
+        timeout_s: float,
+        known_versions: Callable[[], Collection[str]],
     ) -> None:
         self.timeout_s = timeout_s
         self.num_discarded = 0
@@ -124,6 +142,7 @@ class LeaseBook:
         self._row_bytes = row_bytes
         self._block_size = block_size
         self._max_chunk_bytes = max_chunk_bytes
+        self._known_versions = known_versions
         self._leases: dict[TransferId, Lease] = {}
         self._last_id = 0
 
@@ -138,10 +157,14 @@ class LeaseBook:
         num_tokens: int,
         num_cached: int,
         routing: bool,
+        num_top: int | None = None,
         generation: Generation,
         now: float,
     ) -> Lease:
-        """Reserves `blocks` for positions [num_cached, num_tokens). `num_cached` is a multiple of the block size."""
+        """Reserves `blocks` for positions [num_cached, num_tokens). `num_cached` is a multiple of the block size.
+
+        `num_top`: alternatives in each entry of prompt logprobs, which travel for all positions; None: none travel.
+        """
         assert 0 <= num_cached <= num_tokens <= len(blocks) * self._block_size, "the blocks do not cover the prompt"
         assert num_cached % self._block_size == 0, "only whole blocks are cached"
         self._last_id += 1
@@ -153,6 +176,7 @@ class LeaseBook:
             num_cached=num_cached,
             num_tokens=num_tokens,
             routing=routing,
+            num_top=num_top,
             deadline=now + self.timeout_s,
             position=num_cached,
         )
@@ -188,13 +212,14 @@ class LeaseBook:
         if violation:
             return self._failed(lease, FailureKind.CORRUPT, f"chunk {chunk.seq} {violation}")
         lease.next_seq += 1
+        lease.num_scored += 0 if lease.num_top is None else chunk.scores_bytes // lease.score_bytes
         lease.writing = True
         return WriteChunk(lease)
 
     def _violation(self, lease: Lease, chunk: Chunk) -> str | None:
         if chunk.seq != lease.next_seq:
             return f"arrived where chunk {lease.next_seq} belongs"
-        if chunk.start != lease.position or not chunk.start < chunk.end <= lease.num_tokens:
+        if chunk.start != lease.position or not chunk.start <= chunk.end <= lease.num_tokens:
             return (
                 f"covers [{chunk.start}, {chunk.end}) but must start at {lease.position} and end by {lease.num_tokens}"
             )
@@ -202,8 +227,11 @@ class LeaseBook:
         expected = (num_tokens * self._token_bytes, num_tokens * self._row_bytes if lease.routing else 0)
         if (chunk.kv_bytes, chunk.rows_bytes) != expected:
             return f"declares {chunk.kv_bytes} + {chunk.rows_bytes} bytes where {expected[0]} + {expected[1]} belong"
-        if sum(expected) > self._max_chunk_bytes:
-            return f"has {sum(expected)} bytes, more than the credit of {self._max_chunk_bytes}"
+        if complaint := _scores_violation(lease, chunk):
+            return complaint
+        num_bytes = sum(expected) + chunk.scores_bytes
+        if num_bytes > self._max_chunk_bytes:
+            return f"has {num_bytes} bytes, more than the credit of {self._max_chunk_bytes}"
         return None
 
     def _on_close(self, lease: Lease, close: Close) -> Verdict:
@@ -213,6 +241,13 @@ class LeaseBook:
                 f"but {close.num_chunks} chunks up to {lease.num_tokens} belong before it"
             )
             return self._failed(lease, FailureKind.CORRUPT, reason)
+        if lease.num_top is not None and lease.num_scored != lease.num_tokens:
+            reason = f"the closing message follows the logprobs of {lease.num_scored} of {lease.num_tokens} positions"
+            return self._failed(lease, FailureKind.CORRUPT, reason)
+        known = self._known_versions()
+        if strange := [t.weight_version for t in close.first_tokens if t.weight_version not in known]:
+            reason = f"the first token comes from weights {strange[0]!r}, which this worker never had in use"
+            return self._failed(lease, FailureKind.REFUSED, reason)
         del self._leases[lease.transfer_id]
         return Completed(lease)
 
@@ -275,3 +310,12 @@ class LeaseBook:
                     found.append(f"block {block} is leased to {writers[block]} and {lease.transfer_id}")
                 writers[block] = lease.transfer_id
         return found
+
+
+def _scores_violation(lease: Lease, chunk: Chunk) -> str | None:
+    size, missing = lease.score_bytes, lease.num_tokens - lease.num_scored
+    if chunk.scores_bytes > size * missing or (size and chunk.scores_bytes % size):
+        return f"declares {chunk.scores_bytes} bytes of prompt logprobs where {missing} times {size} are missing"
+    if chunk.start == chunk.end and not chunk.scores_bytes:
+        return f"covers [{chunk.start}, {chunk.end}) and brings nothing"
+    return None

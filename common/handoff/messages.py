@@ -12,7 +12,7 @@ import msgspec
 from common.sampling import SampledToken
 
 #: Version of everything in this module; raised by any change that an older worker could not follow.
-HANDOFF_PROTOCOL_VERSION = 1
+HANDOFF_PROTOCOL_VERSION = 2
 
 #: Number of a transfer on its decode worker, never reused while that process lives.
 TransferId = NewType("TransferId", int)
@@ -114,7 +114,10 @@ class Renew(_Addressed, frozen=True, kw_only=True, tag="renew"):
 
 
 class Chunk(_Addressed, frozen=True, kw_only=True, tag="chunk"):
-    """P → D: positions [start, end). The frames after this header hold `kv_bytes` and `rows_bytes` bytes."""
+    """P → D: KV and rows of positions [start, end), and the prompt logprobs of the next positions; either may be none.
+
+    The frames after this header hold `kv_bytes`, `rows_bytes` and `scores_bytes` bytes.
+    """
 
     #: Number of chunks before this one in the transfer.
     seq: Count
@@ -122,16 +125,18 @@ class Chunk(_Addressed, frozen=True, kw_only=True, tag="chunk"):
     end: Count
     kv_bytes: Count
     rows_bytes: Count
+    scores_bytes: Count
     #: xxh3-64 of each payload frame.
     kv_checksum: Count
     rows_checksum: Count
+    scores_checksum: Count
 
 
 class Close(_Addressed, frozen=True, kw_only=True, tag="close"):
-    """P → D: all chunks are sent; the token that follows the prompt."""
+    """P → D: all chunks are sent; the token that follows the prompt, for each choice."""
 
     num_chunks: Count
-    first_token: SampledToken
+    first_tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
 
 
 class Abort(_Addressed, frozen=True, kw_only=True, tag="abort"):
@@ -148,7 +153,7 @@ class Credit(_Addressed, frozen=True, kw_only=True, tag="credit"):
 
 
 class Done(_Addressed, frozen=True, kw_only=True, tag="done"):
-    """D → P: everything, the first token included, has been applied."""
+    """D → P: everything, the first tokens included, has been applied."""
 
 
 class Reject(_Addressed, frozen=True, kw_only=True, tag="reject"):

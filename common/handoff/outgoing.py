@@ -1,6 +1,6 @@
 """One transfer as the prefill worker (P) sees it: order, credit, and how it ended. Sans-I/O."""
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from common.errors import HandoffCorruptError, HandoffError, HandoffRefusedError, HandoffTimeoutError, MoerelayError
@@ -31,6 +31,14 @@ class OutgoingState(Enum):
     FAILED = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one chunk carries: tokens from the transfer's position up to `end`, and the next entries of logprobs."""
+
+    end: int
+    num_scores: int = 0
+
+
 class OutgoingTransfer:
     """What has been sent, what may be sent, and what the decode worker said about it.
 
@@ -38,16 +46,24 @@ class OutgoingTransfer:
         start: first position to send; the decode worker has those before it.
         credit_bytes, credit_chunks: what may be unacknowledged.
         token_bytes: payload of one token, KV and row.
+        score_bytes: payload of one position's prompt logprobs; 0 if none travel.
         target_bytes: payload at which a chunk is cut.
     """
 
     def __init__(
-        self, *, start: int, credit_bytes: int, credit_chunks: int, token_bytes: int, target_bytes: int
+        self,
+        *,
+        start: int,
+        credit_bytes: int,
+        credit_chunks: int,
+        token_bytes: int,
+        target_bytes: int,
+        score_bytes: int = 0,
     ) -> None:
-        if token_bytes > credit_bytes:
+        if token_bytes + score_bytes > credit_bytes:
             raise HandoffRefusedError(
-                f"the decode worker's credit of {credit_bytes} bytes is less than one token's {token_bytes}; "
-                "raise its --handoff-credit-bytes"
+                f"the decode worker's credit of {credit_bytes} bytes is less than one token's "
+                f"{token_bytes + score_bytes}; raise its --handoff-credit-bytes"
             )
         self.position = start
         self.state = OutgoingState.OPEN
@@ -55,34 +71,49 @@ class OutgoingTransfer:
         self.num_bytes = 0
         self.error: MoerelayError | None = None
         self._token_bytes = token_bytes
-        self._tokens_per_chunk = max(1, min(target_bytes, credit_bytes) // token_bytes)
+        self._score_bytes = score_bytes
+        self._chunk_bytes = min(target_bytes, credit_bytes)
         self._credit_bytes, self._credit_chunks = credit_bytes, credit_chunks
         self._unused_bytes, self._unused_chunks = credit_bytes, credit_chunks
 
-    def split(self, end: int) -> Iterator[int]:
-        """Ends of the chunks that cover [position, end), one after the other."""
-        for start in range(self.position, end, self._tokens_per_chunk):
-            yield min(start + self._tokens_per_chunk, end)
+    def split(self, end: int, num_scores: int = 0) -> list[Cut]:
+        """The chunks that carry positions [position, end) and `num_scores` entries of logprobs, one after the other.
 
-    def has_credit(self, end: int) -> bool:
-        """Whether a chunk up to `end` may be sent now."""
-        return self._unused_chunks > 0 and self._cost(end) <= self._unused_bytes
+        Entries may outnumber positions: those of cached positions travel, their KV does not.
+        """
+        assert self._score_bytes or not num_scores, "no prompt logprobs were announced"
+        cuts, position = [], self.position
+        tokens_per_chunk = max(1, self._chunk_bytes // (self._token_bytes + self._score_bytes))
+        while position < end or num_scores:
+            num_tokens = max(0, min(tokens_per_chunk, end - position))
+            position += num_tokens
+            scored = 0
+            if num_scores:
+                room = self._chunk_bytes - num_tokens * self._token_bytes
+                scored = min(num_scores, max(1, room // self._score_bytes))
+                num_scores -= scored
+            cuts.append(Cut(position, scored))
+        return cuts
 
-    def take(self, end: int) -> tuple[int, int]:
-        """Uses credit for the chunk [position, end); returns its sequence number and start."""
+    def has_credit(self, cut: Cut) -> bool:
+        """Whether this chunk may be sent now."""
+        return self._unused_chunks > 0 and self._cost(cut) <= self._unused_bytes
+
+    def take(self, cut: Cut) -> tuple[int, int]:
+        """Uses credit for one chunk; returns its sequence number and start."""
         assert self.state is OutgoingState.OPEN, "the transfer has ended"
-        assert self.position < end, "a chunk holds at least one token"
-        assert self.has_credit(end), "a chunk without credit"
-        seq, start, cost = self.num_chunks, self.position, self._cost(end)
+        assert self.position < cut.end or (self.position == cut.end and cut.num_scores), "a chunk holds something"
+        assert self.has_credit(cut), "a chunk without credit"
+        seq, start, cost = self.num_chunks, self.position, self._cost(cut)
         self._unused_bytes -= cost
         self._unused_chunks -= 1
         self.num_chunks += 1
         self.num_bytes += cost
-        self.position = end
+        self.position = cut.end
         return seq, start
 
-    def _cost(self, end: int) -> int:
-        return (end - self.position) * self._token_bytes
+    def _cost(self, cut: Cut) -> int:
+        return (cut.end - self.position) * self._token_bytes + cut.num_scores * self._score_bytes
 
     def close(self) -> None:
         """The closing message is about to be sent."""

@@ -7,7 +7,7 @@ copies, so that neither they nor their checksums hold up the event loop.
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -56,6 +56,7 @@ from common.handoff.outgoing import CREDIT_CHUNKS, ERROR_OF_KIND, MAX_TRANSFERS
 from common.handoff.payload import OFFLOAD_BYTES, write_payload
 from common.kv.pool import BlockId
 from common.kv.store import KVStore
+from common.prompt_logprobs import PromptLogprobs, from_bytes
 from common.sampling import SampledToken
 
 #: Leases are checked this often within one timeout, so that an expiry is noticed at most an eighth of it late.
@@ -74,8 +75,12 @@ class HandoffHandler(Protocol):
         """KV and rows of positions [0, computed) are in their slots."""
         ...
 
-    def on_complete(self, request_id: RequestId, first_token: SampledToken) -> None:
-        """The whole prompt is there, and the token that follows it."""
+    def on_prompt_logprobs(self, request_id: RequestId, entries: PromptLogprobs) -> None:
+        """Those of the prompt's next positions; all of them have come before `on_complete`."""
+        ...
+
+    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
+        """The whole prompt is there, and the token that follows it, for each choice."""
         ...
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
@@ -88,17 +93,20 @@ class HandoffReceiver:
 
     Args:
         credit_bytes: what each transfer may have unacknowledged.
+        identity: what this worker is now; asked at each handshake, so that a connection outlives new weights.
         timeout_s: a lease without progress for this long expires.
+        known_versions: labels of all weights that were in use here.
     """
 
     def __init__(
         self,
         listener: Listener,
         store: KVStore,
-        identity: HandoffIdentity,
+        identity: Callable[[], HandoffIdentity],
         *,
         timeout_s: float,
         credit_bytes: int,
+        known_versions: Callable[[], Collection[str]],
         handler: HandoffHandler,
     ) -> None:
         self.bytes_received = 0
@@ -116,6 +124,7 @@ class HandoffReceiver:
             block_size=store.layout.block_size,
             max_chunk_bytes=credit_bytes,
             timeout_s=timeout_s,
+            known_versions=known_versions,
         )
         #: Connections whose Hello was accepted.
         self._peers: set[PeerId] = set()
@@ -154,9 +163,18 @@ class HandoffReceiver:
         return self._book.check_invariants()
 
     def grant(
-        self, request_id: RequestId, blocks: Sequence[BlockId], num_tokens: int, num_cached: int, *, routing: bool
+        self,
+        request_id: RequestId,
+        blocks: Sequence[BlockId],
+        num_tokens: int,
+        num_cached: int,
+        *,
+        routing: bool,
+        num_top: int | None = None,
     ) -> LeaseRef:
         """Leases `blocks` (all of the sequence, in order) for positions [num_cached, num_tokens).
+
+        `num_top`: alternatives in each entry of prompt logprobs, which come for all positions; None: none come.
 
         Raises:
             OverloadedError: too many handoffs are under way.
@@ -169,6 +187,7 @@ class HandoffReceiver:
             num_tokens=num_tokens,
             num_cached=num_cached,
             routing=routing,
+            num_top=num_top,
             generation=Generation(secrets.randbits(64)),
             now=time.monotonic(),
         )
@@ -178,7 +197,7 @@ class HandoffReceiver:
             endpoint=self._listener.endpoint,
             num_cached_tokens=num_cached,
             timeout_s=self._book.timeout_s,
-            instance_id=self._identity.instance_id,
+            instance_id=self._identity().instance_id,
         )
 
     async def revoke(self, transfer_id: TransferId) -> None:
@@ -236,14 +255,13 @@ class HandoffReceiver:
             await self._on_control(peer, message)
 
     async def _on_hello(self, peer: PeerId, hello: Hello) -> None:
-        difference = first_difference(self._identity, hello.identity)
+        identity = self._identity()
+        difference = first_difference(identity, hello.identity)
         if difference:
             await self._refuse(peer, FailureKind.REFUSED, difference)
             return
         self._peers.add(peer)
-        await self._send(
-            peer, Ready(identity=self._identity, credit_bytes=self._credit_bytes, credit_chunks=CREDIT_CHUNKS)
-        )
+        await self._send(peer, Ready(identity=identity, credit_bytes=self._credit_bytes, credit_chunks=CREDIT_CHUNKS))
 
     async def _refuse(self, peer: PeerId, kind: FailureKind, reason: str) -> None:
         log.warning("handoff_peer_refused", reason=reason)
@@ -269,19 +287,23 @@ class HandoffReceiver:
             self._book.end(lease, Failure(FailureKind.CORRUPT, damage))
             await self._report([lease])
         else:
-            await self._advance(peer, lease, chunk)
+            await self._advance(peer, lease, frames)
 
     async def _write(self, lease: Lease, frames: ChunkFrames) -> str | None:
-        write = partial(write_payload, self._store, lease.blocks, frames.header, frames.kv, frames.rows)
+        write = partial(write_payload, self._store, lease.blocks, frames)
         if frames.kv.nbytes < OFFLOAD_BYTES:
             return write()
         return await asyncio.get_running_loop().run_in_executor(self._writer, write)
 
-    async def _advance(self, peer: PeerId, lease: Lease, chunk: Chunk) -> None:
-        num_bytes = chunk.kv_bytes + chunk.rows_bytes
+    async def _advance(self, peer: PeerId, lease: Lease, frames: ChunkFrames) -> None:
+        chunk, request_id = frames.header, RequestId(lease.request_id)
+        num_bytes = chunk.kv_bytes + chunk.rows_bytes + chunk.scores_bytes
         self.bytes_received += num_bytes
         self.rows_received += chunk.end - chunk.start if lease.routing else 0
-        self._handler.on_advanced(RequestId(lease.request_id), chunk.end)
+        if lease.num_top is not None and chunk.scores_bytes:
+            # A copy: the frame is the transport's memory.
+            self._handler.on_prompt_logprobs(request_id, from_bytes(bytes(frames.scores), lease.num_top))
+        self._handler.on_advanced(request_id, chunk.end)
         await self._send(
             peer,
             Credit(transfer_id=lease.transfer_id, generation=lease.generation, num_bytes=num_bytes, num_chunks=1),
@@ -290,7 +312,7 @@ class HandoffReceiver:
     async def _on_control(self, peer: PeerId, message: Renew | Close | Abort) -> None:
         verdict = self._book.receive(message, peer, time.monotonic())
         if isinstance(verdict, Completed) and isinstance(message, Close):
-            self._handler.on_complete(RequestId(verdict.lease.request_id), message.first_token)
+            self._handler.on_complete(RequestId(verdict.lease.request_id), message.first_tokens)
             await self._send(peer, Done(transfer_id=message.transfer_id, generation=message.generation))
         else:
             await self._settle(peer, message, verdict)

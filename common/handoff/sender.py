@@ -26,6 +26,7 @@ from common.handoff.payload import OFFLOAD_BYTES, Payload, read_payload
 from common.handoff.session import Session
 from common.kv.pool import BlockId
 from common.kv.store import KVStore
+from common.prompt_logprobs import PromptLogprobs, position_bytes
 from common.sampling import SampledToken
 
 #: A lease is renewed this often within its timeout, so that two renewals may be late before it expires.
@@ -70,37 +71,45 @@ class Transfer:
         """Payload bytes of this transfer."""
         return self._core.num_bytes
 
-    async def send_range(self, blocks: Sequence[BlockId], start: int, end: int) -> None:
-        """Sends KV and rows of positions [start, end) of the sequence that owns `blocks`.
+    async def send_range(
+        self, blocks: Sequence[BlockId], start: int, end: int, scores: PromptLogprobs | None = None
+    ) -> None:
+        """Sends KV and rows of positions [start, end) of the sequence that owns `blocks`, and logprobs.
 
-        Positions below `position` are skipped: the decode worker has them. On return the blocks are not needed any
-        more, because all that is on its way has been copied. Also raises RoutingMissingError, if a row is missing.
+        Positions below `position` are skipped: the decode worker has them. `scores` are the prompt logprobs of the
+        positions since the last call, and never skipped. On return the blocks are not needed any more, because all
+        that is on its way has been copied. Also raises RoutingMissingError, if a row is missing.
         """
         assert start <= self.position, f"positions [{self.position}, {start}) were left out"
-        for chunk_end in self._core.split(end):
-            await self._wait_until(partial(self._core.has_credit, chunk_end), "returned no credit")
-            seq, chunk_start = self._core.take(chunk_end)
-            payload = await self._read(blocks, chunk_start, chunk_end)
+        num_scored = 0
+        for cut in self._core.split(end, 0 if scores is None else len(scores)):
+            await self._wait_until(partial(self._core.has_credit, cut), "returned no credit")
+            seq, chunk_start = self._core.take(cut)
+            part = None if scores is None else PromptLogprobs(scores[num_scored : num_scored + cut.num_scores])
+            num_scored += cut.num_scores
+            payload = await self._read(blocks, chunk_start, cut.end, part)
             header = Chunk(
                 transfer_id=self.lease.transfer_id,
                 generation=self.lease.generation,
                 seq=seq,
                 start=chunk_start,
-                end=chunk_end,
+                end=cut.end,
                 kv_bytes=payload.kv.nbytes,
                 rows_bytes=payload.rows.nbytes,
+                scores_bytes=payload.scores.nbytes,
                 kv_checksum=payload.kv_checksum,
                 rows_checksum=payload.rows_checksum,
+                scores_checksum=payload.scores_checksum,
             )
-            await self._send(encode(header, payload.kv, payload.rows))
+            await self._send(encode(header, payload.kv, payload.rows, payload.scores))
 
-    async def finish(self, first_token: SampledToken) -> None:
-        """Sends the token that follows the prompt; returns once the decode worker has applied the whole handoff."""
+    async def finish(self, first_tokens: Sequence[SampledToken]) -> None:
+        """Sends the token that follows the prompt, for each choice; returns once the whole handoff is applied."""
         header = Close(
             transfer_id=self.lease.transfer_id,
             generation=self.lease.generation,
             num_chunks=self._core.num_chunks,
-            first_token=first_token,
+            first_tokens=tuple(first_tokens),
         )
         frames = encode(header)
         self._raise_if_failed()
@@ -108,8 +117,8 @@ class Transfer:
         await self._send(frames)
         await self._wait_until(lambda: self._core.state is OutgoingState.DONE, "did not acknowledge the handoff")
 
-    async def _read(self, blocks: Sequence[BlockId], start: int, end: int) -> Payload:
-        read = partial(read_payload, self._store, blocks, start, end, routing=self._routing)
+    async def _read(self, blocks: Sequence[BlockId], start: int, end: int, scores: PromptLogprobs | None) -> Payload:
+        read = partial(read_payload, self._store, blocks, start, end, routing=self._routing, scores=scores)
         if (end - start) * self._store.layout.token_bytes < OFFLOAD_BYTES:
             return read()
         return await asyncio.get_running_loop().run_in_executor(self._reader, read)
@@ -174,11 +183,14 @@ class HandoffSender:
     """Sends handoffs while it is entered as a context manager. The connector stays the caller's.
 
     Args:
+        identity: what this worker is now; asked when a connection is made, which then outlives new weights.
         timeout_s: every wait for a decode worker that makes no progress ends after this long, or after the lease's
             timeout if that is shorter.
     """
 
-    def __init__(self, connector: Connector, store: KVStore, identity: HandoffIdentity, *, timeout_s: float) -> None:
+    def __init__(
+        self, connector: Connector, store: KVStore, identity: Callable[[], HandoffIdentity], *, timeout_s: float
+    ) -> None:
         self._connector = connector
         self._store = store
         self._identity = identity
@@ -208,8 +220,12 @@ class HandoffSender:
         return sum(not session.is_over for session in self._sessions.values())
 
     @asynccontextmanager
-    async def transfer(self, lease: LeaseRef, *, routing: bool) -> AsyncIterator[Transfer]:
-        """One handoff into `lease`; `routing`: rows travel too. Left before `finish` returned, it aborts the handoff.
+    async def transfer(self, lease: LeaseRef, *, routing: bool, num_top: int | None = None) -> AsyncIterator[Transfer]:
+        """One handoff into `lease`. Left before `finish` returned, it aborts the handoff.
+
+        Args:
+            routing: rows travel too.
+            num_top: alternatives in each entry of prompt logprobs, which travel too; None: they do not.
 
         Raises:
             HandoffRefusedError: the decode worker does not fit, is not the one that granted the lease, or the lease
@@ -218,7 +234,7 @@ class HandoffSender:
             OverloadedError: too many transfers to this decode worker are under way.
         """
         session, ready = await self._ready_session(lease)
-        transfer = self._open(session, ready, lease, routing=routing)
+        transfer = self._open(session, ready, lease, routing=routing, num_top=num_top)
         renewal = self._tasks.start(transfer.keep_lease())
         try:
             yield transfer
@@ -245,7 +261,7 @@ class HandoffSender:
             )
         return session, ready
 
-    def _open(self, session: Session, ready: Ready, lease: LeaseRef, *, routing: bool) -> Transfer:
+    def _open(self, session: Session, ready: Ready, lease: LeaseRef, *, routing: bool, num_top: int | None) -> Transfer:
         if session.num_transfers >= MAX_TRANSFERS:
             raise OverloadedError(f"{MAX_TRANSFERS} handoffs to {lease.endpoint} are under way; try again later")
         row_bytes = self._store.routing.row_bytes if routing else 0
@@ -255,6 +271,7 @@ class HandoffSender:
             # More would not be safe: see channel.HIGH_WATER_MARK.
             credit_chunks=min(ready.credit_chunks, CREDIT_CHUNKS),
             token_bytes=self._store.layout.token_bytes + row_bytes,
+            score_bytes=0 if num_top is None else position_bytes(num_top),
             target_bytes=TARGET_PAYLOAD_BYTES,
         )
         timeout_s = min(self._timeout_s, lease.timeout_s)
@@ -267,7 +284,7 @@ class HandoffSender:
         session = self._sessions.get(endpoint)
         if session is None or session.is_over:
             link = self._connector.connect(endpoint)
-            session = self._sessions[endpoint] = Session(link, endpoint, self._identity, timeout_s=self._timeout_s)
+            session = self._sessions[endpoint] = Session(link, endpoint, self._identity(), timeout_s=self._timeout_s)
             self._tasks.start(session.run()).add_done_callback(partial(self._on_over, session))
         return session
 

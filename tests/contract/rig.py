@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ from common.handoff.receiver import HandoffReceiver
 from common.handoff.sender import HandoffSender
 from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore, slots_of
+from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingLayout
 from common.sampling import SampledToken, TokenLogprob
 from tests.contract.transports import Transport
@@ -46,8 +47,16 @@ LONG_S = 20.0
 #: Long enough for a loaded machine to answer in, short enough to wait for.
 SHORT_S = 0.3
 
-FIRST_TOKEN = SampledToken(
-    17, TokenLogprob(17, -0.1234567761182785, 1), (TokenLogprob(17, -0.1234567761182785, 1), TokenLogprob(3, -2.5, 2))
+#: Of two choices.
+FIRST_TOKENS = (
+    SampledToken(
+        17,
+        TokenLogprob(17, -0.1234567761182785, 1),
+        (TokenLogprob(17, -0.1234567761182785, 1), TokenLogprob(3, -2.5, 2)),
+        mask=(3, 17),
+        weight_version="v1",
+    ),
+    SampledToken(4),
 )
 
 
@@ -99,25 +108,30 @@ class RecordingHandler:
     """Keeps what the receiver reports, and lets a test wait for the end of a request."""
 
     advanced: dict[RequestId, list[int]] = field(default_factory=dict)
-    outcomes: dict[RequestId, SampledToken | HandoffError] = field(default_factory=dict)
+    logprobs: dict[RequestId, list[PromptLogprobs]] = field(default_factory=dict)
+    outcomes: dict[RequestId, tuple[SampledToken, ...] | HandoffError] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_advanced(self, request_id: RequestId, computed: int) -> None:
         self.advanced.setdefault(request_id, []).append(computed)
         self._changed.set()
 
-    def on_complete(self, request_id: RequestId, first_token: SampledToken) -> None:
-        self._end(request_id, first_token)
+    def on_prompt_logprobs(self, request_id: RequestId, entries: PromptLogprobs) -> None:
+        assert request_id not in self.outcomes, f"{request_id} has ended"
+        self.logprobs.setdefault(request_id, []).append(entries)
+
+    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
+        self._end(request_id, tuple(first_tokens))
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
         self._end(request_id, error)
 
-    def _end(self, request_id: RequestId, outcome: SampledToken | HandoffError) -> None:
+    def _end(self, request_id: RequestId, outcome: tuple[SampledToken, ...] | HandoffError) -> None:
         assert request_id not in self.outcomes, f"{request_id} ended twice"
         self.outcomes[request_id] = outcome
         self._changed.set()
 
-    async def outcome(self, request_id: RequestId) -> SampledToken | HandoffError:
+    async def outcome(self, request_id: RequestId) -> tuple[SampledToken, ...] | HandoffError:
         while request_id not in self.outcomes:
             await self._change()
         return self.outcomes[request_id]
@@ -167,11 +181,17 @@ class Decode:
         self._numbers = itertools.count()
 
     def grant(
-        self, blocks: Sequence[int], num_tokens: int, *, num_cached: int = 0, routing: bool = True
+        self,
+        blocks: Sequence[int],
+        num_tokens: int,
+        *,
+        num_cached: int = 0,
+        routing: bool = True,
+        num_top: int | None = None,
     ) -> tuple[RequestId, LeaseRef]:
         request_id = RequestId(f"request-{next(self._numbers)}")
         lease = self.receiver.grant(
-            request_id, [BlockId(block) for block in blocks], num_tokens, num_cached, routing=routing
+            request_id, [BlockId(block) for block in blocks], num_tokens, num_cached, routing=routing, num_top=num_top
         )
         return request_id, lease
 
@@ -180,15 +200,20 @@ class Decode:
         assert self.receiver.check_invariants() == []
 
 
+def _asked(me: HandoffIdentity | Callable[[], HandoffIdentity]) -> Callable[[], HandoffIdentity]:
+    return (lambda: me) if isinstance(me, HandoffIdentity) else me
+
+
 @asynccontextmanager
 async def decode_worker(
     transport: Transport,
     *,
     endpoint: str | None = None,
     store: KVStore | None = None,
-    me: HandoffIdentity | None = None,
+    me: HandoffIdentity | Callable[[], HandoffIdentity] | None = None,
     timeout_s: float = LONG_S,
     credit_bytes: int = 2**20,
+    known_versions: Collection[str] = ("", "v1"),
     gate: asyncio.Event | None = None,
 ) -> AsyncIterator[Decode]:
     listener = transport.listen(endpoint)
@@ -199,9 +224,10 @@ async def decode_worker(
     receiver = HandoffReceiver(
         listener,
         store,
-        me or identity("decode-instance"),
+        _asked(me or identity("decode-instance")),
         timeout_s=timeout_s,
         credit_bytes=credit_bytes,
+        known_versions=lambda: known_versions,
         handler=handler,
     )
     try:
@@ -216,12 +242,12 @@ async def prefill_worker(
     transport: Transport,
     *,
     store: KVStore | None = None,
-    me: HandoffIdentity | None = None,
+    me: HandoffIdentity | Callable[[], HandoffIdentity] | None = None,
     timeout_s: float = LONG_S,
 ) -> AsyncIterator[HandoffSender]:
     connector = transport.connector()
     sender = HandoffSender(
-        connector, store or make_store(seed=2), me or identity("prefill-instance"), timeout_s=timeout_s
+        connector, store or make_store(seed=2), _asked(me or identity("prefill-instance")), timeout_s=timeout_s
     )
     try:
         async with sender:
@@ -242,7 +268,7 @@ async def hand_off(
     async with sender.transfer(lease, routing=routing) as transfer:
         for end in ends:
             await transfer.send_range([BlockId(b) for b in blocks], transfer.position, end)
-        await transfer.finish(FIRST_TOKEN)
+        await transfer.finish(FIRST_TOKENS)
 
 
 def slots(blocks: Sequence[int], start: int, end: int) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.errors import (
+    HandoffCorruptError,
     HandoffError,
     HandoffRefusedError,
     HandoffTimeoutError,
@@ -17,12 +18,14 @@ from common.errors import (
     WorkerLostError,
 )
 from common.handoff.leases import LeaseRef
+from common.handoff.messages import HandoffIdentity
 from common.handoff.outgoing import CREDIT_CHUNKS
 from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore
+from common.prompt_logprobs import PromptLogprobs, empty
 from tests.contract.rig import (
     BLOCK_SIZE,
-    FIRST_TOKEN,
+    FIRST_TOKENS,
     NUM_BLOCKS,
     ROUTING,
     ROW_BYTES,
@@ -62,7 +65,7 @@ async def test_a_handoff_arrives_bit_for_bit_and_touches_nothing_else(transport:
     async with decode_worker(transport, store=target) as decode, prefill_worker(transport, store=source) as sender:
         request_id, lease = decode.grant(ours, num_tokens)
         await hand_off(sender, lease, theirs, random_ends(generator, 0, num_tokens))
-        assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+        assert await decode.handler.outcome(request_id) == FIRST_TOKENS
         assert decode.handler.advanced[request_id][-1] == num_tokens
         assert decode.receiver.bytes_received == num_tokens * (TOKEN_BYTES + ROW_BYTES)
         assert decode.receiver.rows_received == num_tokens
@@ -90,7 +93,7 @@ async def test_many_handoffs_share_one_connection(transport: Transport) -> None:
                 transfers.create_task(hand_off(sender, lease, blocks, random_ends(generator, 0, length)))
         assert sender.num_connections == 1
         for (request_id, _), mine, blocks, length in zip(granted, ours, theirs, lengths, strict=True):
-            assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+            assert await decode.handler.outcome(request_id) == FIRST_TOKENS
             np.testing.assert_array_equal(
                 slot_bits(target)[slots(mine, 0, length)], slot_bits(source)[slots(blocks, 0, length)]
             )
@@ -107,9 +110,9 @@ async def test_cached_tokens_stay_where_they_are(transport: Transport) -> None:
             # The prefill worker computed from position 0; those that the decode worker has are skipped.
             await transfer.send_range([BlockId(1), BlockId(2), BlockId(3)], 0, 6)
             await transfer.send_range([BlockId(1), BlockId(2), BlockId(3)], 0, 10)
-            await transfer.finish(FIRST_TOKEN)
+            await transfer.finish(FIRST_TOKENS)
             assert transfer.num_bytes_sent == 2 * (TOKEN_BYTES + ROW_BYTES)
-        assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+        assert await decode.handler.outcome(request_id) == FIRST_TOKENS
     before[slots([5, 6, 7], 8, 10)] = slot_bits(source)[slots([1, 2, 3], 8, 10)]
     np.testing.assert_array_equal(slot_bits(target), before)
 
@@ -118,8 +121,91 @@ async def test_a_prompt_that_is_cached_whole_needs_only_the_first_token(transpor
     async with decode_worker(transport) as decode, prefill_worker(transport) as sender:
         request_id, lease = decode.grant([5, 6], 8, num_cached=8)
         await hand_off(sender, lease, [1, 2], [])
-        assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+        assert await decode.handler.outcome(request_id) == FIRST_TOKENS
         assert decode.receiver.bytes_received == 0
+
+
+def numbered_logprobs(num_tokens: int, num_top: int) -> PromptLogprobs:
+    """Every entry another one; zeros at position 0."""
+    entries = empty(num_tokens, num_top)
+    numbers = np.arange(entries.size).reshape(entries.shape)
+    entries["token_id"], entries["logprob"], entries["rank"] = numbers, -numbers / 7, numbers + 1
+    entries[0] = 0
+    return entries
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+@pytest.mark.parametrize("num_cached", [0, 8])
+@pytest.mark.parametrize("routing", [True, False])
+async def test_prompt_logprobs_arrive_in_order_and_before_the_first_tokens(
+    transport: Transport, num_top: int, num_cached: int, routing: bool
+) -> None:
+    """Those of cached positions too; a credit of three tokens cuts them into many chunks."""
+    source, target = make_store(seed=18), make_store(seed=19)
+    entries = numbered_logprobs(10, num_top)
+    async with (
+        decode_worker(transport, store=target, credit_bytes=3 * (TOKEN_BYTES + ROW_BYTES)) as decode,
+        prefill_worker(transport, store=source) as sender,
+    ):
+        request_id, lease = decode.grant([5, 6, 7], 10, num_cached=num_cached, routing=routing, num_top=num_top)
+        async with sender.transfer(lease, routing=routing, num_top=num_top) as transfer:
+            # As an engine tells them: with positions [0, e) come the entries of [0, e].
+            await transfer.send_range([BlockId(1), BlockId(2), BlockId(3)], 0, 6, PromptLogprobs(entries[:7]))
+            await transfer.send_range([BlockId(1), BlockId(2), BlockId(3)], 6, 10, PromptLogprobs(entries[7:]))
+            await transfer.finish(FIRST_TOKENS)
+        assert await decode.handler.outcome(request_id) == FIRST_TOKENS
+        arrived = np.concatenate(decode.handler.logprobs[request_id])
+        assert arrived.tobytes() == entries.tobytes()
+        assert decode.receiver.bytes_received == transfer.num_bytes_sent
+        decode.assert_idle()
+    mine, theirs = slots([5, 6, 7], num_cached, 10), slots([1, 2, 3], num_cached, 10)
+    if routing:
+        np.testing.assert_array_equal(slot_bits(target)[mine], slot_bits(source)[theirs])
+
+
+async def test_a_handoff_that_lacks_prompt_logprobs_is_rejected(transport: Transport) -> None:
+    async with decode_worker(transport) as decode, prefill_worker(transport) as sender:
+        request_id, lease = decode.grant([5], 4, num_top=0)
+        async with sender.transfer(lease, routing=True, num_top=0) as transfer:
+            await transfer.send_range([BlockId(1)], 0, 4, PromptLogprobs(numbered_logprobs(4, 0)[:3]))
+            with pytest.raises(HandoffCorruptError, match="logprobs of 3 of 4 positions"):
+                await transfer.finish(FIRST_TOKENS)
+        assert isinstance(await decode.handler.outcome(request_id), HandoffCorruptError)
+        decode.assert_idle()
+
+
+async def test_first_tokens_of_weights_that_the_decode_worker_never_had_are_refused(transport: Transport) -> None:
+    async with (
+        decode_worker(transport, known_versions=["", "v0"]) as decode,
+        prefill_worker(transport) as sender,
+    ):
+        request_id, lease = decode.grant([5], 4)
+        with pytest.raises(HandoffRefusedError, match="weights 'v1'"):
+            await hand_off(sender, lease, [1], [4])
+        assert isinstance(await decode.handler.outcome(request_id), HandoffRefusedError)
+        decode.assert_idle()
+
+
+async def test_a_connection_outlives_new_weights_and_a_new_one_compares_them(transport: Transport) -> None:
+    in_use = ["1"]
+
+    def named(instance_id: str) -> HandoffIdentity:
+        return identity(instance_id, weight_version=in_use[-1])
+
+    async with (
+        decode_worker(transport, me=lambda: named("decode-instance")) as decode,
+        prefill_worker(transport, me=lambda: named("prefill-instance")) as sender,
+        prefill_worker(transport, me=identity("other", weight_version="1")) as stale,
+    ):
+        for version in ("1", "2"):
+            in_use.append(version)
+            request_id, lease = decode.grant([5], 4)
+            await hand_off(sender, lease, [1], [4])
+            assert await decode.handler.outcome(request_id) == FIRST_TOKENS
+        _, lease = decode.grant([5], 4)
+        with pytest.raises(HandoffRefusedError, match="weight_version: '2' here, '1' on the other side"):
+            await hand_off(stale, lease, [1], [4])
+        await decode.receiver.revoke(lease.transfer_id)
 
 
 async def test_without_routing_no_rows_travel(transport: Transport) -> None:
@@ -129,7 +215,7 @@ async def test_without_routing_no_rows_travel(transport: Transport) -> None:
     async with decode_worker(transport, store=target) as decode, prefill_worker(transport, store=source) as sender:
         request_id, lease = decode.grant([3, 4], 7, routing=False)
         await hand_off(sender, lease, [1, 2], [3, 7], routing=False)
-        assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+        assert await decode.handler.outcome(request_id) == FIRST_TOKENS
         assert decode.receiver.bytes_received == 7 * TOKEN_BYTES
         assert decode.receiver.rows_received == 0
     np.testing.assert_array_equal(target.rows_SLK, rows)
@@ -146,7 +232,7 @@ async def test_large_payloads_go_through_threads_in_several_chunks(transport: Tr
     ):
         request_id, lease = decode.grant(range(1, 31), 119)
         await hand_off(sender, lease, range(9, 39), [119])
-        assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+        assert await decode.handler.outcome(request_id) == FIRST_TOKENS
         assert len(decode.handler.advanced[request_id]) > 1
     np.testing.assert_array_equal(
         slot_bits(target)[slots(range(1, 31), 0, 119)], slot_bits(source)[slots(range(9, 39), 0, 119)]
@@ -220,7 +306,7 @@ async def test_cancelling_at_any_moment_leaves_nothing_behind(transport: Transpo
             # The same blocks at once for another request: whatever the victim still has under way must not reach them.
             request_id, lease = decode.grant([3, 4, 5, 6], 16)
             await hand_off(sender, lease, [11, 12, 13, 14], random_ends(generator, 0, 16))
-            assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+            assert await decode.handler.outcome(request_id) == FIRST_TOKENS
             np.testing.assert_array_equal(
                 slot_bits(target)[slots([3, 4, 5, 6], 0, 16)], slot_bits(source)[slots([11, 12, 13, 14], 0, 16)]
             )
@@ -253,7 +339,7 @@ async def test_a_revoked_lease_takes_no_more_writes_and_tells_the_sender(transpo
             after = slot_bits(target).copy()
             with pytest.raises(HandoffError, match="revoked"):
                 await old.send_range([BlockId(1), BlockId(2), BlockId(6)], 6, 12)
-        assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+        assert await decode.handler.outcome(request_id) == FIRST_TOKENS
         assert revoked_id not in decode.handler.outcomes
         np.testing.assert_array_equal(slot_bits(target), after)
         decode.assert_idle()
@@ -294,8 +380,8 @@ async def test_a_prompt_that_waits_for_its_turn_keeps_its_lease(transport: Trans
             unused_id, _ = decode.grant([4], 4)
             assert isinstance(await decode.handler.outcome(unused_id), HandoffTimeoutError)
             await transfer.send_range([BlockId(1)], 0, 4)
-            await transfer.finish(FIRST_TOKEN)
-        assert await decode.handler.outcome(waiting_id) == FIRST_TOKEN
+            await transfer.finish(FIRST_TOKENS)
+        assert await decode.handler.outcome(waiting_id) == FIRST_TOKENS
 
 
 async def test_a_prefill_worker_that_closes_fails_its_handoffs_at_once(transport: Transport) -> None:
@@ -323,7 +409,7 @@ async def test_a_decode_worker_that_goes_away_fails_its_handoffs_at_once(transpo
             await transfer.send_range([BlockId(1), BlockId(2)], 0, 4)
         with pytest.raises((WorkerLostError, HandoffError)):
             async with asyncio.timeout(2):
-                await transfer.finish(FIRST_TOKEN)
+                await transfer.finish(FIRST_TOKENS)
         await context.__aexit__(None, None, None)
         assert sender.num_active == 0
 
@@ -337,7 +423,7 @@ async def test_a_decode_worker_that_restarts_at_its_address_gets_the_next_handof
                 request_id, lease = decode.grant([3, 4], 8)
                 endpoint = lease.endpoint
                 await hand_off(sender, lease, [1, 2], [8])
-                assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+                assert await decode.handler.outcome(request_id) == FIRST_TOKENS
                 assert sender.num_connections == 1
 
 
@@ -381,7 +467,7 @@ async def test_over_a_thousand_chunks_survive_a_receiver_that_stalls(transport: 
                     if end == CREDIT_CHUNKS + 1:
                         await stalled.wait()
                     await transfer.send_range(theirs, end - 1, end)
-                await transfer.finish(FIRST_TOKEN)
+                await transfer.finish(FIRST_TOKENS)
 
         async with asyncio.TaskGroup() as transfers:
             for _, lease in granted:
@@ -394,7 +480,7 @@ async def test_over_a_thousand_chunks_survive_a_receiver_that_stalls(transport: 
             gate.set()
         assert num_transfers * CREDIT_CHUNKS > 1_000
         for request_id, _ in granted:
-            assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+            assert await decode.handler.outcome(request_id) == FIRST_TOKENS
         decode.assert_idle()
     expected = np.tile(slot_bits(source)[BLOCK_SIZE : BLOCK_SIZE + num_tokens], (num_transfers, 1))
     np.testing.assert_array_equal(slot_bits(target)[BLOCK_SIZE:], expected)

@@ -40,7 +40,7 @@ from common.handoff.payload import OFFLOAD_BYTES, read_payload
 from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore, SlotArray
 from tests.contract.rig import (
-    FIRST_TOKEN,
+    FIRST_TOKENS,
     NUM_BLOCKS,
     ROUTING,
     SHORT_S,
@@ -59,7 +59,7 @@ from tests.contract.transports import Transport
 
 #: One different value for every field that both sides must agree on.
 DIFFERENCES: dict[str, Any] = {
-    "protocol_version": 2,
+    "protocol_version": 3,
     "fingerprint": "beef",
     "weight_version": "8",
     "numerics": "avx2 torch-2.13",
@@ -223,7 +223,7 @@ async def test_answers_that_make_no_sense_fail_the_transfer(transport: Transport
 # What a prefill worker can do wrong, seen from the decode worker.
 
 
-def chunk_of(lease: LeaseRef, store: KVStore, first: int, last: int, /, **changes: Any) -> tuple[Chunk, Any, Any]:
+def chunk_of(lease: LeaseRef, store: KVStore, first: int, last: int, /, **changes: Any) -> tuple[Chunk, Any, Any, Any]:
     payload = read_payload(store, [BlockId(1), BlockId(2)], first, last, routing=True)
     header = Chunk(
         transfer_id=lease.transfer_id,
@@ -233,15 +233,17 @@ def chunk_of(lease: LeaseRef, store: KVStore, first: int, last: int, /, **change
         end=last,
         kv_bytes=payload.kv.nbytes,
         rows_bytes=payload.rows.nbytes,
+        scores_bytes=payload.scores.nbytes,
         kv_checksum=payload.kv_checksum,
         rows_checksum=payload.rows_checksum,
+        scores_checksum=payload.scores_checksum,
     )
-    return msgspec.structs.replace(header, **changes), payload.kv, payload.rows
+    return msgspec.structs.replace(header, **changes), payload.kv, payload.rows, payload.scores
 
 
 def close_of(lease: LeaseRef, *, num_chunks: int) -> Close:
     return Close(
-        transfer_id=lease.transfer_id, generation=lease.generation, num_chunks=num_chunks, first_token=FIRST_TOKEN
+        transfer_id=lease.transfer_id, generation=lease.generation, num_chunks=num_chunks, first_tokens=FIRST_TOKENS
     )
 
 
@@ -250,6 +252,7 @@ def close_of(lease: LeaseRef, *, num_chunks: int) -> Close:
     [
         ({"kv_checksum": 1}, "checksum of the KV"),
         ({"rows_checksum": 1}, "checksum of the routing rows"),
+        ({"scores_checksum": 1}, "checksum of the prompt logprobs"),
         ({"seq": 1}, "chunk 0 belongs"),
         ({"start": 1, "end": 5}, "must start at 0 and end by 8"),
         ({"start": 0, "end": 9}, "must start at 0 and end by 8"),
@@ -293,7 +296,7 @@ async def test_frames_of_another_generation_are_discarded_and_the_lease_lives_on
             assert isinstance(await prefill.receive(), Credit)
             await prefill.send(close_of(lease, num_chunks=1))
             assert await prefill.receive() == Done(transfer_id=lease.transfer_id, generation=lease.generation)
-        assert await decode.handler.outcome(request_id) == FIRST_TOKEN
+        assert await decode.handler.outcome(request_id) == FIRST_TOKENS
 
 
 async def test_a_lease_belongs_to_the_connection_that_used_it_first(transport: Transport) -> None:
@@ -358,7 +361,7 @@ async def test_the_handshake_comes_first(transport: Transport) -> None:
 
 
 async def test_a_newer_worker_is_refused_in_words_even_if_its_hello_has_more_fields(transport: Transport) -> None:
-    hello = msgspec.to_builtins(Hello(identity=identity("prefill-instance", protocol_version=2)))
+    hello = msgspec.to_builtins(Hello(identity=identity("prefill-instance", protocol_version=3)))
     hello["compression"] = {"zstd": [1, 2, 3]}
     hello["identity"]["sinks"] = 4
     async with (
@@ -368,7 +371,7 @@ async def test_a_newer_worker_is_refused_in_words_even_if_its_hello_has_more_fie
         await prefill.send_raw(msgspec.msgpack.encode(hello))
         answer = await prefill.receive()
         assert isinstance(answer, Refuse)
-        assert answer.reason == "the workers differ in protocol_version: 1 here, 2 on the other side"
+        assert answer.reason == "the workers differ in protocol_version: 2 here, 3 on the other side"
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80", b"", b""], [b"junk", b"more junk"], [b"\x91" * 5_000]])

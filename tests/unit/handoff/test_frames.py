@@ -29,8 +29,10 @@ CHUNK = Chunk(
     end=1,
     kv_bytes=4,
     rows_bytes=2,
+    scores_bytes=1,
     kv_checksum=0,
     rows_checksum=0,
+    scores_checksum=0,
 )
 GOLDEN = [golden for _, golden in (*FROM_PREFILL, *FROM_DECODE)]
 
@@ -85,24 +87,25 @@ def test_fields_of_the_wrong_kind_never_raise_anything_else(
     fields: dict[str, Any], data: st.DataObject, value: object
 ) -> None:
     name = data.draw(st.sampled_from([*fields, "unknown"]))
-    decode_both_ways([msgspec.msgpack.encode({**fields, name: value}), b"", b""])
+    decode_both_ways([msgspec.msgpack.encode({**fields, name: value}), b"", b"", b""])
 
 
 @pytest.mark.parametrize(
     ("frames", "complaint"),
     [
         ([], "no header"),
-        ([*encode(CHUNK)], "1 frames where 3"),
-        ([*encode(CHUNK, b"kvkv")], "2 frames where 3"),
-        ([*encode(CHUNK, b"kvkv", b"rr", b"")], "4 frames where 3"),
-        ([*encode(CHUNK, b"kvk", b"rr")], r"declares 4 \+ 2 bytes but carries 3 \+ 2"),
-        ([*encode(CHUNK, b"kvkv", b"")], r"declares 4 \+ 2 bytes but carries 4 \+ 0"),
+        ([*encode(CHUNK)], "1 frames where 4"),
+        ([*encode(CHUNK, b"kvkv", b"rr")], "3 frames where 4"),
+        ([*encode(CHUNK, b"kvkv", b"rr", b"s", b"")], "5 frames where 4"),
+        ([*encode(CHUNK, b"kvk", b"rr", b"s")], r"declares 4 \+ 2 \+ 1 bytes but carries 3 \+ 2 \+ 1"),
+        ([*encode(CHUNK, b"kvkv", b"", b"s")], r"declares 4 \+ 2 \+ 1 bytes but carries 4 \+ 0 \+ 1"),
+        ([*encode(CHUNK, b"kvkv", b"rr", b"")], r"declares 4 \+ 2 \+ 1 bytes but carries 4 \+ 2 \+ 0"),
         ([*encode(FROM_PREFILL[0][0], b"")], "2 frames where 1"),
         ([*encode(Done(transfer_id=TransferId(1), generation=Generation(2)))], "cannot be decoded"),
         ([bytes(MAX_HEADER_BYTES + 1)], "more than"),
         ([b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 100_000], "cannot be decoded"),
-        ([msgspec.msgpack.encode({**msgspec.to_builtins(CHUNK), "surprise": 1}), b"kvkv", b"rr"], "surprise"),
-        ([msgspec.msgpack.encode({**msgspec.to_builtins(CHUNK), "end": -1}), b"kvkv", b"rr"], "end"),
+        ([msgspec.msgpack.encode({**msgspec.to_builtins(CHUNK), "surprise": 1}), b"kvkv", b"rr", b"s"], "surprise"),
+        ([msgspec.msgpack.encode({**msgspec.to_builtins(CHUNK), "end": -1}), b"kvkv", b"rr", b"s"], "end"),
     ],
 )
 def test_what_is_wrong_is_said(frames: list[Frame], complaint: str) -> None:
@@ -112,16 +115,19 @@ def test_what_is_wrong_is_said(frames: list[Frame], complaint: str) -> None:
 
 def test_payloads_are_views_not_copies() -> None:
     kv = bytearray(b"kvkv")
-    message = decode_from_prefill([*encode(CHUNK), memoryview(kv), b"rr"])
+    message = decode_from_prefill([*encode(CHUNK), memoryview(kv), b"rr", b"s"])
     assert isinstance(message, ChunkFrames)
     kv[0] = ord("K")
-    assert (bytes(message.kv), bytes(message.rows)) == (b"Kvkv", b"rr")
+    assert (bytes(message.kv), bytes(message.rows), bytes(message.scores)) == (b"Kvkv", b"rr", b"s")
 
 
 def test_a_header_that_no_peer_would_take_is_not_sent() -> None:
     top = tuple(TokenLogprob(token, -1.0, token) for token in range(300_000))
     close = Close(
-        transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, first_token=SampledToken(1, top[0], top)
+        transfer_id=TransferId(1),
+        generation=Generation(2),
+        num_chunks=1,
+        first_tokens=(SampledToken(1, top[0], top),) * 4,
     )
     with pytest.raises(PayloadTooLargeError, match="logprobs"):
         encode(close)
@@ -130,9 +136,21 @@ def test_a_header_that_no_peer_would_take_is_not_sent() -> None:
 def test_the_logprobs_of_a_whole_large_vocabulary_fit() -> None:
     top = tuple(TokenLogprob(token, -12.345678, token) for token in range(152_000))
     close = Close(
-        transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, first_token=SampledToken(1, top[0], top)
+        transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, first_tokens=(SampledToken(1, top[0], top),)
     )
     assert decode_from_prefill(encode(close)) == close
+
+
+def test_the_sampling_masks_of_sixteen_choices_of_a_large_vocabulary_fit() -> None:
+    token = SampledToken(1, mask=tuple(range(152_000)))
+    close = Close(transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, first_tokens=(token,) * 16)
+    assert decode_from_prefill(encode(close)) == close
+
+
+def test_a_close_without_tokens_is_malformed() -> None:
+    close = Close(transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, first_tokens=())
+    with pytest.raises(HandoffCorruptError, match="length >= 1"):
+        decode_from_prefill(encode(close))
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), -0.1234567761182785, 0.0])
@@ -141,6 +159,6 @@ def test_logprobs_survive_bit_for_bit(logprob: float) -> None:
         transfer_id=TransferId(1),
         generation=Generation(2),
         num_chunks=1,
-        first_token=SampledToken(1, TokenLogprob(1, logprob, 1)),
+        first_tokens=(SampledToken(1, TokenLogprob(1, logprob, 1)),),
     )
     assert decode_from_prefill(encode(close)) == close

@@ -38,6 +38,7 @@ class LeaseSchedules(RuleBasedStateMachine):
             block_size=BLOCK_SIZE,
             max_chunk_bytes=100 * (TOKEN_BYTES + ROW_BYTES),
             timeout_s=TIMEOUT_S,
+            known_versions=lambda: {""},
         )
         self.free = [BlockId(block) for block in range(1, NUM_BLOCKS + 1)]
         self.leases: list[Lease] = []
@@ -104,8 +105,10 @@ class LeaseSchedules(RuleBasedStateMachine):
             end=end,
             kv_bytes=num_tokens * TOKEN_BYTES,
             rows_bytes=num_tokens * ROW_BYTES * lease.routing,
+            scores_bytes=0,
             kv_checksum=0,
             rows_checksum=0,
+            scores_checksum=0,
         )
         before = (lease.state, lease.position, lease.next_seq, lease.peer)
         verdict = self.judge(message, lease, peer)
@@ -133,7 +136,7 @@ class LeaseSchedules(RuleBasedStateMachine):
         address: dict[str, Any] = {"transfer_id": lease.transfer_id, "generation": lease.generation}
         message: Renew | Close | Abort
         if kind == "close":
-            message = Close(num_chunks=lease.next_seq, first_token=SampledToken(1), **address)
+            message = Close(num_chunks=lease.next_seq, first_tokens=(SampledToken(1),), **address)
         elif kind == "abort":
             message = Abort(reason="enough", **address)
         elif kind == "stale":

@@ -30,11 +30,18 @@ def make_book() -> LeaseBook:
         block_size=BLOCK_SIZE,
         max_chunk_bytes=6 * (TOKEN_BYTES + ROW_BYTES),
         timeout_s=TIMEOUT_S,
+        known_versions=lambda: {"", "v1"},
     )
 
 
 def grant(
-    book: LeaseBook, *, blocks: tuple[int, ...] = (3, 4), num_tokens: int = 8, num_cached: int = 0, routing: bool = True
+    book: LeaseBook,
+    *,
+    blocks: tuple[int, ...] = (3, 4),
+    num_tokens: int = 8,
+    num_cached: int = 0,
+    routing: bool = True,
+    num_top: int | None = None,
 ) -> Lease:
     return book.grant(
         "request",
@@ -42,12 +49,13 @@ def grant(
         num_tokens=num_tokens,
         num_cached=num_cached,
         routing=routing,
+        num_top=num_top,
         generation=Generation(99),
         now=0.0,
     )
 
 
-def chunk(lease: Lease, start: int, end: int, *, seq: int | None = None) -> Chunk:
+def chunk(lease: Lease, start: int, end: int, *, seq: int | None = None, scores_bytes: int = 0) -> Chunk:
     return Chunk(
         transfer_id=lease.transfer_id,
         generation=lease.generation,
@@ -56,8 +64,10 @@ def chunk(lease: Lease, start: int, end: int, *, seq: int | None = None) -> Chun
         end=end,
         kv_bytes=(end - start) * TOKEN_BYTES,
         rows_bytes=(end - start) * ROW_BYTES if lease.routing else 0,
+        scores_bytes=scores_bytes,
         kv_checksum=0,
         rows_checksum=0,
+        scores_checksum=0,
     )
 
 
@@ -66,7 +76,7 @@ def close(lease: Lease, num_chunks: int) -> Close:
         transfer_id=lease.transfer_id,
         generation=lease.generation,
         num_chunks=num_chunks,
-        first_token=SampledToken(1),
+        first_tokens=(SampledToken(1),),
     )
 
 
@@ -120,7 +130,8 @@ def test_without_routing_a_chunk_must_not_bring_rows() -> None:
         ({"seq": 2}, "chunk 1 belongs"),
         ({"start": 3}, "must start at 4"),
         ({"start": 5}, "must start at 4"),
-        ({"end": 4}, "end by 8"),
+        ({"end": 4, "kv_bytes": 0, "rows_bytes": 0}, "covers [4, 4) and brings nothing"),
+        ({"scores_bytes": 12}, "declares 12 bytes of prompt logprobs"),
         ({"end": 3}, "end by 8"),
         ({"end": 9}, "end by 8"),
         ({"end": 2**64 - 1}, "end by 8"),
@@ -150,6 +161,56 @@ def test_a_close_that_does_not_fit_ends_the_lease(received: int, num_chunks: int
     for start in range(0, received, 4):
         write(book, lease, start, start + 4)
     assert failure_of(book.receive(close(lease, num_chunks), PEER, 0.0)).kind is FailureKind.CORRUPT
+
+
+def test_logprobs_of_all_positions_come_before_the_close() -> None:
+    """Also those of cached positions, in chunks of their own. One position takes 12 bytes for itself and each other."""
+    book = make_book()
+    lease = grant(book, num_cached=4, num_top=1)
+    assert book.receive(chunk(lease, 4, 4, scores_bytes=3 * 24), PEER, 0.0) == WriteChunk(lease)
+    assert book.finish_write(lease, 4, 0.0)
+    assert book.receive(chunk(lease, 4, 8, scores_bytes=24), PEER, 0.0) == WriteChunk(lease)
+    assert book.finish_write(lease, 8, 0.0)
+    early = close(lease, 2)
+    assert "logprobs of 4 of 8 positions" in failure_of(book.receive(early, PEER, 0.0)).reason
+    lease = grant(book, num_cached=8, num_top=0)
+    assert book.receive(chunk(lease, 8, 8, scores_bytes=6 * 12), PEER, 0.0) == WriteChunk(lease)
+    assert book.finish_write(lease, 8, 0.0)
+    assert book.receive(chunk(lease, 8, 8, scores_bytes=2 * 12), PEER, 0.0) == WriteChunk(lease)
+    assert book.finish_write(lease, 8, 0.0)
+    assert book.receive(close(lease, 2), PEER, 0.0) == Completed(lease)
+
+
+@pytest.mark.parametrize("scores_bytes", [1, 12, 25, 9 * 24])
+def test_logprobs_that_do_not_fit_end_the_lease(scores_bytes: int) -> None:
+    book = make_book()
+    lease = grant(book, num_top=1)
+    failure = failure_of(book.receive(chunk(lease, 0, 1, scores_bytes=scores_bytes), PEER, 0.0))
+    assert failure.kind is FailureKind.CORRUPT
+    assert "8 times 24 are missing" in failure.reason
+
+
+def test_logprobs_count_against_the_credit() -> None:
+    book = make_book()
+    lease = grant(book, num_top=1)
+    assert (
+        "more than the credit of 78"
+        in failure_of(book.receive(chunk(lease, 0, 3, scores_bytes=2 * 24), PEER, 0.0)).reason
+    )
+
+
+@pytest.mark.parametrize(("version", "known"), [("", True), ("v1", True), ("v2", False)])
+def test_a_first_token_of_weights_that_were_never_used_here_is_refused(version: str, known: bool) -> None:
+    book = make_book()
+    lease = grant(book, num_cached=8)
+    tokens = (SampledToken(1), SampledToken(2, weight_version=version))
+    verdict = book.receive(msgspec.structs.replace(close(lease, 0), first_tokens=tokens), PEER, 0.0)
+    if known:
+        assert verdict == Completed(lease)
+    else:
+        assert failure_of(verdict).kind is FailureKind.REFUSED
+        assert "weights 'v2'" in failure_of(verdict).reason
+    assert len(book) == 0
 
 
 def test_an_abort_ends_the_lease_with_the_senders_words() -> None:

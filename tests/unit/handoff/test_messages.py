@@ -45,7 +45,7 @@ IDENTITY = HandoffIdentity(
 IDENTITY_BYTES = (
     b"\x8f"
     b"\xabinstance_id\xa1i"
-    b"\xb0protocol_version\x01"
+    b"\xb0protocol_version\x02"
     b"\xabfingerprint\xa1f"
     b"\xaeweight_version\xa10"
     b"\xa8numerics\xa1n"
@@ -77,30 +77,38 @@ FROM_PREFILL: list[tuple[PrefillMessage, bytes]] = [
             end=20,
             kv_bytes=3,
             rows_bytes=2,
+            scores_bytes=1,
             kv_checksum=2**63,
             rows_checksum=255,
+            scores_checksum=128,
         ),
-        b"\x8a\xa4type\xa5chunk" + ADDRESS_BYTES + b"\xa3seq\x01\xa5start\x10\xa3end\x14\xa8kv_bytes\x03"
-        b"\xaarows_bytes\x02\xabkv_checksum\xcf\x80\x00\x00\x00\x00\x00\x00\x00\xadrows_checksum\xcc\xff",
+        b"\x8c\xa4type\xa5chunk" + ADDRESS_BYTES + b"\xa3seq\x01\xa5start\x10\xa3end\x14\xa8kv_bytes\x03"
+        b"\xaarows_bytes\x02\xacscores_bytes\x01\xabkv_checksum\xcf\x80\x00\x00\x00\x00\x00\x00\x00"
+        b"\xadrows_checksum\xcc\xff\xafscores_checksum\xcc\x80",
     ),
     (
-        Close(transfer_id=TRANSFER, generation=GENERATION, num_chunks=2, first_token=SampledToken(5)),
+        Close(transfer_id=TRANSFER, generation=GENERATION, num_chunks=2, first_tokens=(SampledToken(5),)),
         b"\x85\xa4type\xa5close" + ADDRESS_BYTES + b"\xaanum_chunks\x02"
-        b"\xabfirst_token\x83\xa8token_id\x05\xa7logprob\xc0\xa3top\x90",
+        b"\xacfirst_tokens\x91\x85\xa8token_id\x05\xa7logprob\xc0\xa3top\x90\xa4mask\xc0\xaeweight_version\xa0",
     ),
     (
         Close(
             transfer_id=TRANSFER,
             generation=GENERATION,
             num_chunks=2,
-            first_token=SampledToken(
-                5, TokenLogprob(5, -0.5, 1), (TokenLogprob(5, -0.5, 1), TokenLogprob(300, -2.0, 2))
+            first_tokens=(
+                SampledToken(
+                    5, TokenLogprob(5, -0.5, 1), (TokenLogprob(5, -0.5, 1), TokenLogprob(300, -2.0, 2)), (5, 300), "v"
+                ),
+                SampledToken(6),
             ),
         ),
-        b"\x85\xa4type\xa5close" + ADDRESS_BYTES + b"\xaanum_chunks\x02\xabfirst_token\x83\xa8token_id\x05"
+        b"\x85\xa4type\xa5close" + ADDRESS_BYTES + b"\xaanum_chunks\x02\xacfirst_tokens\x92\x85\xa8token_id\x05"
         b"\xa7logprob\x83\xa8token_id\x05\xa7logprob\xcb\xbf\xe0\x00\x00\x00\x00\x00\x00\xa4rank\x01"
         b"\xa3top\x92\x83\xa8token_id\x05\xa7logprob\xcb\xbf\xe0\x00\x00\x00\x00\x00\x00\xa4rank\x01"
-        b"\x83\xa8token_id\xcd\x01\x2c\xa7logprob\xcb\xc0\x00\x00\x00\x00\x00\x00\x00\xa4rank\x02",
+        b"\x83\xa8token_id\xcd\x01\x2c\xa7logprob\xcb\xc0\x00\x00\x00\x00\x00\x00\x00\xa4rank\x02"
+        b"\xa4mask\x92\x05\xcd\x01\x2c\xaeweight_version\xa1v"
+        b"\x85\xa8token_id\x06\xa7logprob\xc0\xa3top\x90\xa4mask\xc0\xaeweight_version\xa0",
     ),
     (
         Abort(transfer_id=TRANSFER, generation=GENERATION, reason="gone"),
@@ -129,12 +137,12 @@ FROM_DECODE: list[tuple[DecodeMessage, bytes]] = [
 
 
 def test_the_version_is_pinned_with_the_bytes() -> None:
-    assert HANDOFF_PROTOCOL_VERSION == 1
+    assert HANDOFF_PROTOCOL_VERSION == 2
 
 
 @pytest.mark.parametrize(("message", "golden"), FROM_PREFILL, ids=lambda value: type(value).__name__)
 def test_golden_bytes_from_prefill(message: PrefillMessage, golden: bytes) -> None:
-    payloads = (b"kvk", b"rr") if isinstance(message, Chunk) else ()
+    payloads = (b"kvk", b"rr", b"s") if isinstance(message, Chunk) else ()
     assert encode(message, *payloads) == [golden, *payloads]
     decoded = decode_from_prefill([golden, *payloads])
     assert getattr(decoded, "header", decoded) == message
@@ -165,5 +173,5 @@ def test_the_first_difference_is_a_sentence_with_both_values() -> None:
 
 
 def test_another_version_is_named_before_anything_else() -> None:
-    other = msgspec.structs.replace(IDENTITY, protocol_version=2, fingerprint="g")
-    assert first_difference(IDENTITY, other) == "the workers differ in protocol_version: 1 here, 2 on the other side"
+    other = msgspec.structs.replace(IDENTITY, protocol_version=1, fingerprint="g")
+    assert first_difference(IDENTITY, other) == "the workers differ in protocol_version: 2 here, 1 on the other side"

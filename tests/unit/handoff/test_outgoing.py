@@ -13,6 +13,7 @@ from common.handoff.outgoing import (
     CONTROL_MESSAGES,
     CREDIT_CHUNKS,
     MAX_TRANSFERS,
+    Cut,
     OutgoingState,
     OutgoingTransfer,
 )
@@ -21,7 +22,13 @@ TRANSFER, GENERATION = TransferId(1), Generation(2)
 
 
 def outgoing(
-    *, start: int = 0, credit_bytes: int = 100, credit_chunks: int = 4, token_bytes: int = 10, target_bytes: int = 1_000
+    *,
+    start: int = 0,
+    credit_bytes: int = 100,
+    credit_chunks: int = 4,
+    token_bytes: int = 10,
+    target_bytes: int = 1_000,
+    score_bytes: int = 0,
 ) -> OutgoingTransfer:
     return OutgoingTransfer(
         start=start,
@@ -29,6 +36,7 @@ def outgoing(
         credit_chunks=credit_chunks,
         token_bytes=token_bytes,
         target_bytes=target_bytes,
+        score_bytes=score_bytes,
     )
 
 
@@ -59,7 +67,7 @@ def test_chunks_cover_the_range_once_and_each_fits_the_credit(
     start: int, length: int, token_bytes: int, target_bytes: int, credit_bytes: int
 ) -> None:
     transfer = outgoing(start=start, credit_bytes=credit_bytes, token_bytes=token_bytes, target_bytes=target_bytes)
-    ends = list(transfer.split(start + length))
+    ends = [cut.end for cut in transfer.split(start + length)]
     assert (ends[-1] if ends else start) == start + length
     for begin, end in pairwise([start, *ends]):
         assert begin < end
@@ -67,29 +75,71 @@ def test_chunks_cover_the_range_once_and_each_fits_the_credit(
         assert end - begin == 1 or (end - begin) * token_bytes <= target_bytes
 
 
+@given(
+    start=st.integers(0, 50),
+    length=st.integers(0, 60),
+    num_scores=st.integers(0, 100),
+    score_bytes=st.integers(1, 30),
+    target_bytes=st.integers(1, 100),
+    credit_bytes=st.integers(60, 300),
+)
+def test_logprobs_and_positions_travel_once_and_each_chunk_fits_the_credit(
+    start: int, length: int, num_scores: int, score_bytes: int, target_bytes: int, credit_bytes: int
+) -> None:
+    transfer = outgoing(
+        start=start,
+        credit_bytes=credit_bytes,
+        credit_chunks=200,
+        token_bytes=30,
+        target_bytes=target_bytes,
+        score_bytes=score_bytes,
+    )
+    cuts = transfer.split(start + length, num_scores)
+    assert sum(cut.num_scores for cut in cuts) == num_scores
+    position = start
+    for cut in cuts:
+        assert position <= cut.end
+        assert cut.end > position or cut.num_scores
+        num_bytes = (cut.end - position) * 30 + cut.num_scores * score_bytes
+        assert num_bytes <= max(min(target_bytes, credit_bytes), 30 + score_bytes)
+        position = cut.end
+    assert position == start + length
+
+
+def test_logprobs_use_credit_too() -> None:
+    transfer = outgoing(credit_bytes=50, score_bytes=5)
+    transfer.take(Cut(2, 4))
+    assert transfer.num_bytes == 40
+    assert transfer.has_credit(Cut(3))
+    assert not transfer.has_credit(Cut(3, 1))
+    assert transfer.has_credit(Cut(2, 2))
+    with pytest.raises(HandoffRefusedError, match="less than one token's 51"):
+        outgoing(credit_bytes=50, score_bytes=41)
+
+
 def test_chunks_are_numbered_and_follow_one_another() -> None:
     transfer = outgoing(start=16)
-    assert [transfer.take(18), transfer.take(19)] == [(0, 16), (1, 18)]
+    assert [transfer.take(Cut(18)), transfer.take(Cut(19))] == [(0, 16), (1, 18)]
     assert (transfer.position, transfer.num_chunks, transfer.num_bytes) == (19, 2, 30)
 
 
 def test_bytes_of_credit_run_out_and_come_back() -> None:
     transfer = outgoing(credit_bytes=50)
-    transfer.take(4)
-    assert transfer.has_credit(5)
-    assert not transfer.has_credit(6)
+    transfer.take(Cut(4))
+    assert transfer.has_credit(Cut(5))
+    assert not transfer.has_credit(Cut(6))
     transfer.on_message(credit(40))
-    assert transfer.has_credit(9)
-    assert not transfer.has_credit(10)
+    assert transfer.has_credit(Cut(9))
+    assert not transfer.has_credit(Cut(10))
 
 
 def test_chunks_of_credit_run_out_and_come_back() -> None:
     transfer = outgoing(credit_chunks=2)
-    transfer.take(1)
-    transfer.take(2)
-    assert not transfer.has_credit(3)
+    transfer.take(Cut(1))
+    transfer.take(Cut(2))
+    assert not transfer.has_credit(Cut(3))
     transfer.on_message(credit(10))
-    assert transfer.has_credit(3)
+    assert transfer.has_credit(Cut(3))
 
 
 def test_a_credit_smaller_than_one_token_is_refused() -> None:
@@ -100,7 +150,7 @@ def test_a_credit_smaller_than_one_token_is_refused() -> None:
 @pytest.mark.parametrize(("num_bytes", "num_chunks"), [(11, 1), (10, 2)])
 def test_more_credit_than_was_used_fails_the_transfer(num_bytes: int, num_chunks: int) -> None:
     transfer = outgoing()
-    transfer.take(1)
+    transfer.take(Cut(1))
     transfer.on_message(credit(num_bytes, num_chunks))
     assert isinstance(transfer.error, HandoffCorruptError)
 

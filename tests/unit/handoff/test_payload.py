@@ -1,14 +1,18 @@
 """The bytes of a chunk, against a layout written down by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from common.errors import RoutingMissingError
+from common.handoff.frames import ChunkFrames
 from common.handoff.messages import Chunk, Generation, TransferId
 from common.handoff.payload import Payload, checksum, read_payload, write_payload
 from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore
+from common.prompt_logprobs import empty
 from common.routing.record import RoutingLayout
 
 BLOCK_SIZE = 2
@@ -23,8 +27,8 @@ def blocks(*ids: int) -> list[BlockId]:
     return [BlockId(block) for block in ids]
 
 
-def header(payload: Payload, start: int, end: int) -> Chunk:
-    return Chunk(
+def frames(payload: Payload, start: int, end: int) -> ChunkFrames:
+    header = Chunk(
         transfer_id=TransferId(1),
         generation=Generation(1),
         seq=0,
@@ -32,9 +36,17 @@ def header(payload: Payload, start: int, end: int) -> Chunk:
         end=end,
         kv_bytes=payload.kv.nbytes,
         rows_bytes=payload.rows.nbytes,
+        scores_bytes=payload.scores.nbytes,
         kv_checksum=payload.kv_checksum,
         rows_checksum=payload.rows_checksum,
+        scores_checksum=payload.scores_checksum,
     )
+    return ChunkFrames(header, payload.kv, payload.rows, payload.scores)
+
+
+def with_payload(sent: ChunkFrames, name: str, payload: memoryview) -> ChunkFrames:
+    payloads = {"kv": sent.kv, "rows": sent.rows, "scores": sent.scores, name: payload}
+    return ChunkFrames(sent.header, **payloads)
 
 
 def test_kv_travels_layer_by_layer_keys_before_values() -> None:
@@ -76,6 +88,22 @@ def test_the_checksum_is_xxh3_64() -> None:
     assert checksum(b"") == 0x2D06800538D394C2
 
 
+def test_prompt_logprobs_travel_as_twelve_bytes_per_entry() -> None:
+    scores = empty(2, 0)
+    scores[1, 0] = (300, -0.5, 7)
+    payload = read_payload(make_store(), blocks(1), 0, 1, routing=False, scores=scores)
+    assert bytes(payload.scores) == bytes(12) + b"\x2c\x01\x00\x00\x00\x00\x00\xbf\x07\x00\x00\x00"
+
+
+def test_a_chunk_of_prompt_logprobs_alone_writes_nothing() -> None:
+    store = make_store()
+    store.kv_L2SGD.fill_(1)
+    payload = read_payload(store, blocks(1), 2, 2, routing=False, scores=empty(2, 0))
+    assert (payload.kv.nbytes, payload.rows.nbytes, payload.scores.nbytes) == (0, 0, 24)
+    assert write_payload(store, blocks(1), frames(payload, 2, 2)) is None
+    assert store.kv_L2SGD.eq(1).all()
+
+
 @pytest.mark.parametrize("readonly", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_read_can_be_written_elsewhere(dtype: torch.dtype, readonly: bool) -> None:
@@ -84,10 +112,10 @@ def test_what_was_read_can_be_written_elsewhere(dtype: torch.dtype, readonly: bo
     rows = np.arange(source.rows_SLK.size).reshape(source.rows_SLK.shape).astype(source.routing.dtype)
     source.write_rows(np.arange(len(rows)), rows)
     payload = read_payload(source, blocks(3, 1), 1, 3, routing=True)
-    kv, sent_rows = payload.kv, payload.rows
+    sent = frames(payload, 1, 3)
     if readonly:
-        kv, sent_rows = memoryview(bytes(kv)), memoryview(bytes(sent_rows))
-    assert write_payload(target, blocks(2, 3), header(payload, 1, 3), kv, sent_rows) is None
+        sent = replace(sent, kv=memoryview(bytes(sent.kv)), rows=memoryview(bytes(sent.rows)))
+    assert write_payload(target, blocks(2, 3), sent) is None
     # Positions 1 and 2 in blocks 2 and 3 are slots 5 and 6; they came from slots 7 and 2.
     assert torch.equal(target.kv_L2SGD[:, :, [5, 6]], source.kv_L2SGD[:, :, [7, 2]])
     assert not target.kv_L2SGD[:, :, [0, 1, 2, 3, 4, 7]].any()
@@ -96,14 +124,15 @@ def test_what_was_read_can_be_written_elsewhere(dtype: torch.dtype, readonly: bo
         target.read_rows(np.array([4]))
 
 
-@pytest.mark.parametrize("damaged", ["kv", "rows"])
+@pytest.mark.parametrize("damaged", ["kv", "rows", "scores"])
 def test_one_flipped_bit_is_found_before_anything_is_written(damaged: str) -> None:
     source, target = make_store(), make_store()
     source.kv_L2SGD.fill_(1)
     source.write_rows(np.arange(8), np.ones((8, 2, 1), source.routing.dtype))
-    payload = read_payload(source, blocks(1), 0, 2, routing=True)
-    getattr(payload, damaged)[3] ^= 1
-    complaint = write_payload(target, blocks(1), header(payload, 0, 2), payload.kv, payload.rows)
+    sent = frames(read_payload(source, blocks(1), 0, 2, routing=True, scores=empty(2, 1)), 0, 2)
+    damage = bytearray(getattr(sent, damaged))
+    damage[3] ^= 1
+    complaint = write_payload(target, blocks(1), with_payload(sent, damaged, memoryview(damage)))
     assert complaint is not None
     assert "checksum" in complaint
     assert not target.kv_L2SGD.any()
