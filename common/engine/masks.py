@@ -72,5 +72,6 @@ def nothing_left(params: SamplingParams, early: frozenset[int], matcher: Grammar
 
 
 def _index(ids: Iterable[int], logits_V: torch.Tensor) -> torch.Tensor:
-    known = [i for i in ids if i < len(logits_V)]  # a stop id beyond the vocabulary is never sampled
+    size = len(logits_V)
+    known = [i for i in ids if i < size]  # a stop id beyond the vocabulary is never sampled
     return torch.tensor(known, dtype=torch.int64, device=logits_V.device)
