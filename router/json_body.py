@@ -59,10 +59,12 @@ async def read_body(request: web.Request, cls: type[ModelT], unknown: UnknownFie
         RequestTimeoutError: it did not arrive in time.
         web.HTTPRequestEntityTooLarge: over the application's limit.
     """
-    return parse_body(await _read(request, request.app[BODY_TIMEOUT_S]), cls, unknown)
+    return parse_body(await read_bytes(request), cls, unknown)
 
 
-async def _read(request: web.Request, timeout_s: float) -> bytes:
+async def read_bytes(request: web.Request) -> bytes:
+    """The body as it is, decompressed. Raises what `read_body` does, but for its content."""
+    timeout_s = request.app[BODY_TIMEOUT_S]
     try:
         async with asyncio.timeout(timeout_s):
             return await request.read()
@@ -88,9 +90,14 @@ def parse_body(body: bytes, cls: type[ModelT], unknown: UnknownFields) -> ModelT
     try:
         model = cls.model_validate(raw)
     except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
+        raise invalid(error) from None
     unknown.note(raw, model)
     return model
+
+
+def invalid(error: ValidationError) -> InvalidRequestError:
+    """Names the first field that is wrong."""
+    return _invalid(error.errors(include_url=False, include_input=False)[0])
 
 
 def _invalid(error: ErrorDetails) -> InvalidRequestError:

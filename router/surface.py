@@ -4,8 +4,12 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from router import generate, status
+from router import generate, skyrl, status
+from router.control import routes
+from router.control.routes import CONTROL_ROUTES
 from router.operation import Operation
+from router.sglang import generate as sglang
+from router.sglang import info as sglang_info
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +26,8 @@ class Surface:
 
     def with_control(self) -> "Surface":
         """Also the control routes."""
-        return Surface(self.title, (*self.routes, *_CONTROL_ROUTES), (*self.operations, *_CONTROL_OPERATIONS))
+        return Surface(self.title, (*self.routes, *CONTROL_ROUTES), (*self.operations, *routes.OPERATIONS))
 
-
-_CONTROL_ROUTES: tuple[web.RouteDef, ...] = ()
-_CONTROL_OPERATIONS: tuple[Operation, ...] = ()
 
 _DOCUMENT_ROUTES = (web.get("/openapi.json", status.openapi), web.get("/docs", status.docs))
 
@@ -35,6 +36,14 @@ PUBLIC = Surface(
     (
         web.post("/inference/v1/generate", generate.generate),
         web.post("/inference/v1/abort_requests", generate.abort_requests),
+        web.post("/skyrl/v1/generate", skyrl.generate),
+        web.post("/generate", sglang.generate),
+        web.post("/abort_request", sglang.abort_request),
+        web.get("/health_generate", sglang_info.health_generate),
+        web.get("/get_model_info", sglang_info.model_info),
+        web.get("/model_info", sglang_info.model_info),
+        web.get("/get_server_info", sglang_info.server_info),
+        web.get("/server_info", sglang_info.server_info),
         web.get("/live", status.live),
         web.get("/ready", status.ready),
         web.get("/health", status.health),
@@ -44,22 +53,28 @@ PUBLIC = Surface(
         web.get("/version", status.show_version),
         *_DOCUMENT_ROUTES,
     ),
-    (*generate.OPERATIONS, *status.OPERATIONS),
+    (
+        *generate.OPERATIONS,
+        *skyrl.OPERATIONS,
+        *sglang.OPERATIONS,
+        *sglang_info.OPERATIONS,
+        *status.OPERATIONS,
+    ),
 )
 
-CONTROL_PATHS = frozenset(route.path for route in _CONTROL_ROUTES)
+CONTROL_PATHS = frozenset(route.path for route in CONTROL_ROUTES)
 
 CONTROL = Surface(
     "moerelay control",
     (
-        *_CONTROL_ROUTES,
+        *CONTROL_ROUTES,
         web.get("/live", status.live),
         web.get("/metrics", status.metrics),
         web.get("/version", status.show_version),
         *_DOCUMENT_ROUTES,
     ),
     (
-        *_CONTROL_OPERATIONS,
+        *routes.OPERATIONS,
         status.LIVE_OPERATION,
         status.METRICS_OPERATION,
         status.VERSION_OPERATION,

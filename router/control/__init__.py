@@ -1,1 +1,1 @@
-"""Pause, weights and sleep of the whole cluster: their state lives in the workers, this router relays to all of them."""
+"""Pause, weights and sleep of the whole cluster: the state lives in the workers, this router relays to all of them."""

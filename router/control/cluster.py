@@ -49,6 +49,7 @@ class ClusterControl:
     """Runs one operation at a time, each to its end even if its client leaves; a resume may end a pause that waits."""
 
     def __init__(self, fleet: Fleet) -> None:
+        self.num_updates = 0
         self._fleet = fleet
         #: Held by whatever must not be mixed with anything else.
         self._alone = asyncio.Lock()
@@ -76,7 +77,7 @@ class ClusterControl:
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
         async with self._pausing():
-            workers = await self._workers()
+            workers = await self.workers()
             await self._pause_workers(workers, mode)
             if clear_cache:
                 await self._reset_caches(workers)
@@ -88,13 +89,13 @@ class ClusterControl:
 
     async def _resume(self) -> None:
         async with self._pausing():
-            workers = await self._workers()
+            workers = await self.workers()
             await self._resume_workers(workers)
             await self._fleet.refresh()
 
     async def is_paused(self) -> bool:
         """Whether no decode worker takes requests."""
-        return all(worker.paused for worker in await self._workers() if worker.side == "decode")
+        return all(worker.paused for worker in await self.workers() if worker.side == "decode")
 
     async def _pause_workers(self, workers: Sequence[Worker], mode: PauseMode) -> None:
         request = worker_pb2.PauseRequest(mode=_MODES[mode])
@@ -132,7 +133,7 @@ class ClusterControl:
 
     async def _update(self, path: str, version: str | None, mode: PauseMode, stay_paused: bool) -> WeightUpdate:
         async with self._exclusive():
-            workers = await self._workers()
+            workers = await self.workers()
             version = version if version is not None else _next_version(workers)
             behind = [worker for worker in workers if worker.described.model.weight_version != version]
             if not behind:
@@ -149,6 +150,7 @@ class ClusterControl:
                 if not stay_paused:
                     await self._resume_workers(running)
                 await self._fleet.refresh()
+        self.num_updates += 1
         log.info("cluster_weights_updated", version=version, fingerprint=fingerprint)
         return WeightUpdate(version, fingerprint, num_frozen)
 
@@ -188,15 +190,11 @@ class ClusterControl:
         if error := replies.failure():
             log.warning("discard_failed", error=error.message)
 
-    async def weights(self) -> list[Worker]:
-        """Every worker that lives, with what it says about its weights now."""
-        return await self._workers()
-
     # --- cache and sleep
 
     async def reset_prefix_cache(self) -> int:
         """Blocks that were cached, on all workers together."""
-        return await self._reset_caches(await self._workers())
+        return await self._reset_caches(await self.workers())
 
     async def _reset_caches(self, workers: Sequence[Worker]) -> int:
         request = worker_pb2.ResetPrefixCacheRequest()
@@ -214,7 +212,7 @@ class ClusterControl:
 
     async def _sleep(self, level: int, mode: PauseMode) -> None:
         async with self._exclusive():
-            workers = await self._workers()
+            workers = await self.workers()
             running = [worker for worker in workers if not worker.paused]
             awake = [worker for worker in workers if not worker.described.sleep_level]
             request = worker_pb2.SleepRequest(level=level)
@@ -235,7 +233,7 @@ class ClusterControl:
 
     async def _wake_up(self, resume: bool) -> None:
         async with self._exclusive():
-            workers = await self._workers()
+            workers = await self.workers()
             try:
                 await self._wake_workers(workers)
                 if resume:
@@ -248,11 +246,11 @@ class ClusterControl:
 
     async def sleep_level(self) -> int:
         """The deepest level at which a worker sleeps; 0 if all are awake."""
-        return max(worker.described.sleep_level for worker in await self._workers())
+        return max(worker.described.sleep_level for worker in await self.workers())
 
     # --- common
 
-    async def _workers(self) -> list[Worker]:
+    async def workers(self) -> list[Worker]:
         """Every worker that lives, with its newest state. Raises UnavailableError if there is none."""
         await self._fleet.refresh()
         alive = [worker for worker in self._fleet.workers if worker.status and worker.state is not State.DEAD]
