@@ -16,6 +16,8 @@ class LivePrompt:
 
     request_id: str
     pair: Pair
+    #: Position of the prompt in the request.
+    index: int
 
 
 @dataclass(slots=True)
@@ -24,6 +26,8 @@ class LiveRequest:
 
     request_id: str
     aborted: bool = False
+    #: Single choices that were aborted: (index of the prompt, choice).
+    aborted_choices: set[tuple[int, int]] = field(default_factory=set)
     prompts: dict[str, LivePrompt] = field(default_factory=dict)
     #: Ends the whole request, also prompts that are not opened yet.
     failure: Failure = field(default_factory=Failure)
@@ -69,6 +73,10 @@ class LiveRequests:
 
     def get(self, request_id: str) -> LiveRequest | None:
         return self._by_id.get(request_id)
+
+    def requests(self) -> list[LiveRequest]:
+        """All of them, as of now."""
+        return list(self._by_id.values())
 
     def fail_all(self, error: MoerelayError) -> None:
         """Ends every live request with `error`."""

@@ -18,7 +18,7 @@ from router.plan import Plan
 from router.worker import Worker
 
 #: Receives the chunks of a prompt's choices, those of one choice in order; the pipeline waits for it, so a slow client
-#: slows its decode call down. True: the choice has ended, by the chunk's finish reason or because of what the text says.
+#: slows its decode call down. True: the choice has ended, by the chunk's finish reason or by what the text says.
 Sink = Callable[[Plan, Chunk], Awaitable[bool]]
 
 #: Is told what each prefill took.
@@ -57,12 +57,21 @@ class Pipeline:
             for plan in plans:
                 group.create_task(self._run_prompt(plan, live, sink, on_prefill))
 
-    async def abort(self, live: LiveRequest) -> None:
-        """Tells the workers to end a request with finish reason "abort"; prompts not yet opened end at once."""
-        live.aborted = True
+    async def abort(self, live: LiveRequest, choice: tuple[int, int] | None = None) -> None:
+        """Tells the workers to end a request with finish reason "abort"; prompts not yet opened end at once.
+
+        `choice`: (index of its prompt, index there) of the only one that is to end.
+        """
+        if choice is None:
+            live.aborted = True
+        else:
+            live.aborted_choices.add(choice)
         async with task_group() as group:
             for prompt in live.prompts.values():
-                group.create_task(self._abort_prompt(prompt, live))
+                if choice is None:
+                    group.create_task(self._abort_prompt(prompt, live))
+                elif prompt.index == choice[0]:
+                    group.create_task(self._abort_choice(prompt, live, choice[1]))
 
     async def _run_prompt(self, plan: Plan, live: LiveRequest, sink: Sink, on_prefill: PrefillObserver) -> None:
         pair = self._fleet.pick()
@@ -74,8 +83,13 @@ class Pipeline:
             for choice in range(plan.sampling.n):
                 await sink(plan, aborted(choice))
             return
-        with live.serving(LivePrompt(plan.request_id, pair)):
-            await _PromptRun(plan, live, pair, sink, on_prefill, timeout_s=self._timeout_s).run()
+        prompt = LivePrompt(plan.request_id, pair, plan.index)
+        async with task_group() as group:
+            with live.serving(prompt):
+                for index, choice in live.aborted_choices:
+                    if index == plan.index:
+                        group.create_task(self._abort_choice(prompt, live, choice))
+                await _PromptRun(plan, live, pair, sink, on_prefill, timeout_s=self._timeout_s).run()
 
     async def _connect(self, worker: Worker) -> None:
         """A worker that does not even accept a connection is left alone before anything is sent to it."""
@@ -88,21 +102,26 @@ class Pipeline:
 
     async def _abort_prompt(self, prompt: LivePrompt, live: LiveRequest) -> None:
         """Decode first: it then drops the handoff itself, instead of reporting a broken one."""
-        for attempt in range(ABORT_ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(ABORT_RETRY_S)
-            if await self._tell(prompt.pair.decode, prompt) or prompt.request_id not in live.prompts:
-                break
+        message = worker_pb2.AbortRequest(request_id=prompt.request_id)
+        await self._tell_decode(prompt, live, message)
         try:
             if prompt.pair.prefill:
-                await self._tell(prompt.pair.prefill, prompt)
+                await _abort(prompt.pair.prefill, message, self._timeout_s)
         except MoerelayError as error:
             # It may have left long after its handoff; decode has dropped what it could still send.
             log.info("prefill_not_told", request_id=prompt.request_id, error=error.message)
 
-    async def _tell(self, worker: Worker, prompt: LivePrompt) -> bool:
-        """Whether the worker knew the prompt."""
-        return await _abort(worker, worker_pb2.AbortRequest(request_id=prompt.request_id), self._timeout_s)
+    async def _abort_choice(self, prompt: LivePrompt, live: LiveRequest, choice: int) -> None:
+        """The prompt's other choices go on, so that prefill need not know."""
+        message = worker_pb2.AbortRequest(request_id=prompt.request_id, choice=choice)
+        await self._tell_decode(prompt, live, message)
+
+    async def _tell_decode(self, prompt: LivePrompt, live: LiveRequest, message: worker_pb2.AbortRequest) -> None:
+        for attempt in range(ABORT_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(ABORT_RETRY_S)
+            if await _abort(prompt.pair.decode, message, self._timeout_s) or prompt.request_id not in live.prompts:
+                break
 
 
 async def _abort(worker: Worker, request: worker_pb2.AbortRequest, timeout_s: float) -> bool:
@@ -140,7 +159,7 @@ class _PromptRun:
                     async with lost.guarding(), self._live.failure.guarding():
                         last = await self._relay(call, group)
                 if last:
-                    # Outside the guards: what goes wrong while the client takes the last chunk changes nothing any more.
+                    # Outside the guards: what goes wrong while the client takes the last chunk changes nothing now.
                     await self._sink(self._plan, last)
                     await self._close(call)
                 else:

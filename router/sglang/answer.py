@@ -1,0 +1,169 @@
+"""Words of the SGLang dialect: whole answers, and cumulative events."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pybase64
+
+from common.prompt_logprobs import PromptLogprobs
+from common.routing.record import RoutingArray
+from common.sampling import Finish, FinishReason, SampledToken, TokenLogprob
+from router.answer import finite, weight_versions
+from router.serve import ChoiceState, Job, Outcome, RowsMode
+from router.sglang.response_schemas import (
+    InputLogprobTriple,
+    LogprobTriple,
+    SglangAnswer,
+    SglangFinishReason,
+    SglangMetaInfo,
+    SglangOutput,
+)
+from router.stitch import Piece, token_bytes
+from router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class SglangOptions:
+    """What a request says about the form of its answer."""
+
+    #: `meta_info.id` of every choice, in order.
+    ids: Sequence[str]
+    #: The answer is a list.
+    batch: bool
+    logprobs: bool = False
+    num_top: int = 0
+    #: First prompt position with a logprob.
+    input_start: int | None = None
+    text_in_logprobs: bool = False
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the events of a choice have said so far."""
+
+    tokens: list[SampledToken] = field(default_factory=list)
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SglangDialect:
+    """Answers of POST /generate to one request. Rows travel on the last event only, so `max_event_bytes` is moot."""
+
+    options: SglangOptions
+    max_event_bytes: int
+    _told: dict[int, _Told] = field(default_factory=dict)
+
+    @property
+    def rows_mode(self) -> RowsMode:
+        return "final"
+
+    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
+        outputs = [
+            self._output(job, outcome.state, outcome.piece, outcome.piece.tokens, outcome.piece.text)
+            for outcome in outcomes
+        ]
+        return _to_json(SglangAnswer(outputs if self.options.batch else outputs[0]))
+
+    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes:
+        told = self._told.setdefault(state.index, _Told())
+        told.tokens += piece.tokens
+        told.text += piece.text
+        output = self._output(job, state, piece, told.tokens, told.text)
+        return _to_json(output.model_copy(update={"index": state.index}) if self.options.batch else output)
+
+    def closing(self, job: Job) -> Sequence[bytes]:
+        return ()
+
+    def token_bytes(self, token: SampledToken, text: str) -> int:
+        return token_bytes(token, text)
+
+    def _output(
+        self, job: Job, state: ChoiceState, piece: Piece, tokens: Sequence[SampledToken], text: str
+    ) -> SglangOutput:
+        """`tokens` and `text` are all that the choice has; `piece` brings its rows and its end."""
+        return SglangOutput(
+            text=text,
+            output_ids=[token.token_id for token in tokens],
+            meta_info=self._meta_info(job, state, piece, tokens),
+        )
+
+    def _meta_info(self, job: Job, state: ChoiceState, piece: Piece, tokens: Sequence[SampledToken]) -> SglangMetaInfo:
+        """Sets only the fields that have something to say; the others are left out of the JSON."""
+        plan, spans = state.plan, state.versions.spans
+        tokenizer = job.tokenizer if self.options.text_in_logprobs else None
+        said: dict[str, object] = {
+            "id": self.options.ids[state.index],
+            "finish_reason": None if piece.finish is None else _finish_reason(piece.finish, tokens),
+            "prompt_tokens": plan.prompt_len,
+            "completion_tokens": len(tokens),
+            "cached_tokens": job.count.cached.get(plan.index, 0),
+            "weight_version": spans[-1][0] if spans else job.limits.weight_version,
+            "weight_versions": weight_versions(state.versions),
+            "e2e_latency": time.monotonic() - job.clock.started_at,
+        }
+        said |= self._output_logprobs(tokens, tokenizer)
+        if piece.finish is not None:
+            said |= self._at_the_end(job, state, piece, tokenizer)
+        return SglangMetaInfo.model_validate(said)
+
+    def _output_logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer | None) -> dict[str, object]:
+        if not self.options.logprobs:
+            return {}
+        own = [_triple(token.logprob, tokenizer) for token in tokens if token.logprob is not None]
+        if not self.options.num_top:
+            return {"output_token_logprobs": own}
+        top = [[_triple(each, tokenizer) for each in token.top] for token in tokens]
+        return {"output_token_logprobs": own, "output_top_logprobs": top}
+
+    def _at_the_end(self, job: Job, state: ChoiceState, piece: Piece, tokenizer: Tokenizer | None) -> dict[str, object]:
+        """What only the last event of a choice carries, because it would be too large to repeat."""
+        found: dict[str, object] = {}
+        if self.options.logprobs:
+            found |= self._input_logprobs(job.prompt_logprobs(state.plan), tokenizer)
+        rows_TLK = piece.rows_TLK
+        if rows_TLK is not None:
+            found |= {"routed_experts": flat_int32(rows_TLK), "routed_experts_start_len": piece.rows_start}
+        return found
+
+    def _input_logprobs(self, scores: PromptLogprobs | None, tokenizer: Tokenizer | None) -> dict[str, object]:
+        """As SGLang: the first entry is null, because its forward passes begin there."""
+        start = self.options.input_start
+        positions = [] if scores is None or start is None else scores[start:].tolist()
+        own: list[InputLogprobTriple] = []
+        top: list[list[LogprobTriple] | None] = []
+        for at, position in enumerate(positions):
+            (own_id, logprob, _), *others = position
+            own.append((None if at == 0 else finite(logprob), own_id, _text(own_id, tokenizer)))
+            top.append(None if at == 0 else [(finite(value), i, _text(i, tokenizer)) for i, value, _ in others])
+        return {"input_token_logprobs": own} | ({"input_top_logprobs": top} if self.options.num_top else {})
+
+
+def flat_int32(rows_TLK: RoutingArray) -> str:
+    """Base64 of little-endian int32 in C order, without a header."""
+    return pybase64.b64encode_as_string(np.ascontiguousarray(rows_TLK, np.dtype("<i4")).tobytes())
+
+
+def _finish_reason(finish: Finish, tokens: Sequence[SampledToken]) -> SglangFinishReason:
+    match finish.reason:
+        case FinishReason.STOP:
+            # An end-of-sequence id is matched like any stop id.
+            matched = tokens[-1].token_id if finish.stop_reason is None else finish.stop_reason
+            return SglangFinishReason(type="stop", matched=matched)
+        case FinishReason.LENGTH:
+            return SglangFinishReason(type="length", length=len(tokens))
+        case FinishReason.ABORT:
+            return SglangFinishReason(type="abort", message="Aborted")
+
+
+def _triple(value: TokenLogprob, tokenizer: Tokenizer | None) -> LogprobTriple:
+    return finite(value.logprob), value.token_id, _text(value.token_id, tokenizer)
+
+
+def _text(token_id: int, tokenizer: Tokenizer | None) -> str | None:
+    return None if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def _to_json(answer: SglangAnswer | SglangOutput) -> bytes:
+    return answer.model_dump_json(exclude_unset=True).encode()

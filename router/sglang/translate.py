@@ -1,0 +1,166 @@
+"""From an SGLang request to an `Ask`, and from the names in an error back to SGLang's. Sans-I/O."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from common.errors import InvalidRequestError, RequestError
+from router.plan import Ask
+from router.request_schemas import SamplingFields, StructuredOutputs
+from router.sglang.request_schemas import SglangGenerateRequest, SglangSamplingParams
+from router.text.tokenizer import Tokenizer
+from router.validate import tokenizer_or_refusal
+
+ValueT = TypeVar("ValueT")
+
+_UNSUPPORTED = (
+    *("token_ids_logprob", "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params"),
+    *("custom_logit_processor", "return_hidden_states", "return_entropy"),
+)
+_UNSUPPORTED_SAMPLING = ("stop_regex", "structural_tag", "custom_params")
+
+#: SGLang's name of what the planner calls otherwise.
+_NAMES = {
+    "request_id": "rid",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+    "routed_experts_prompt_start": "routed_experts_start_len",
+}
+
+
+def prompts_of(body: SglangGenerateRequest, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The prompts as token ids. Encodes texts, which takes a while for long ones.
+
+    Raises:
+        InvalidRequestError: not exactly one of `input_ids` and `text`, an empty prompt, or text without a tokenizer.
+    """
+    if (body.input_ids is None) == (body.text is None):
+        raise InvalidRequestError("send exactly one of input_ids and text", param="input_ids")
+    if body.text is not None:
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        _check_not_empty(texts, "text")
+        known = tokenizer_or_refusal(tokenizer, "text")
+        return [known.encode(text, add_special_tokens=True, param="text") for text in texts]
+    ids: list[int] | list[list[int]] = body.input_ids or []
+    prompts = [each for each in ids if isinstance(each, list)] or [[each for each in ids if isinstance(each, int)]]
+    _check_not_empty(prompts, "input_ids")
+    return prompts
+
+
+def is_batch(body: SglangGenerateRequest, sampling: SglangSamplingParams) -> bool:
+    """Whether the answer is a list."""
+    several_prompts = isinstance(body.text, list) or any(isinstance(each, list) for each in (body.input_ids or [])[:1])
+    return several_prompts or (sampling.n or 1) > 1
+
+
+def sampling_of(body: SglangGenerateRequest) -> SglangSamplingParams:
+    """The one set of parameters of all prompts."""
+    return uniform("sampling_params", body.sampling_params) or SglangSamplingParams()
+
+
+def uniform(name: str, value: ValueT | list[ValueT] | None) -> ValueT | None:
+    """A value that a batch may spell once per prompt. Raises InvalidRequestError if prompts differ in it."""
+    if not isinstance(value, list):
+        return value
+    if not value or any(each != value[0] for each in value[1:]):
+        raise InvalidRequestError(
+            f"{name}: the prompts of one request share their parameters; send those that differ apart", param=name
+        )
+    return value[0]
+
+
+def ask_of(
+    body: SglangGenerateRequest, sampling: SglangSamplingParams, prompts: Sequence[Sequence[int]], *, wants_text: bool
+) -> Ask:
+    """Raises InvalidRequestError for what cannot be honoured here."""
+    _refuse_unsupported(body, _UNSUPPORTED)
+    _refuse_unsupported(sampling, _UNSUPPORTED_SAMPLING)
+    shortest = min(map(len, prompts))
+    start = logprob_start(body)
+    if start is not None and start > shortest:
+        raise InvalidRequestError(
+            f"logprob_start_len must be at most the prompt's {shortest} tokens, got {start}", param="logprob_start_len"
+        )
+    return Ask(
+        prompts,
+        _sampling_fields(body, sampling),
+        prompt_param="input_ids" if body.text is None else "text",
+        # vLLM's scale, on which lower is sooner.
+        priority=-(body.priority or 0),
+        wants_text=wants_text,
+    )
+
+
+def wants_logprobs(body: SglangGenerateRequest) -> bool:
+    return bool(uniform("return_logprob", body.return_logprob))
+
+
+def logprob_start(body: SglangGenerateRequest) -> int | None:
+    """First prompt position with a logprob; None if the request asks for none of the prompt."""
+    start = uniform("logprob_start_len", body.logprob_start_len)
+    return start if wants_logprobs(body) and start is not None and start >= 0 else None
+
+
+@contextmanager
+def sglang_names(sampling: SglangSamplingParams) -> Iterator[None]:
+    """Errors that name a field name it as SGLang does."""
+    grammars = [name for name in ("json_schema", "regex", "ebnf") if getattr(sampling, name) is not None]
+    names = _NAMES | {"structured_outputs": grammars[0] if grammars else "json_schema"}
+    try:
+        yield
+    except RequestError as error:
+        if error.param not in names:
+            raise
+        message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), error.message)
+        raise type(error)(message, param=names[error.param]) from error
+
+
+def _check_not_empty(prompts: Sequence[Sequence[object]], param: str) -> None:
+    if not prompts or not all(prompts):
+        raise InvalidRequestError(f"{param}: the prompt is empty; send at least one token", param=param)
+
+
+def _refuse_unsupported(fields: SglangGenerateRequest | SglangSamplingParams, names: Sequence[str]) -> None:
+    for name in names:
+        if getattr(fields, name):
+            raise InvalidRequestError(f"{name} is not supported; leave it out", param=name)
+
+
+def _sampling_fields(body: SglangGenerateRequest, sampling: SglangSamplingParams) -> SamplingFields:
+    num_top = (uniform("top_logprobs_num", body.top_logprobs_num) or 0) if wants_logprobs(body) else None
+    return SamplingFields(
+        n=sampling.n,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.sampling_seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        include_stop_str_in_output=sampling.no_stop_trim,
+        max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        logprobs=num_top,
+        prompt_logprobs=None if logprob_start(body) is None else num_top,
+        skip_special_tokens=sampling.skip_special_tokens,
+        structured_outputs=_structured_outputs(sampling),
+        routed_experts_prompt_start=body.routed_experts_start_len,
+        return_routed_experts=bool(body.return_routed_experts),
+    )
+
+
+def _structured_outputs(sampling: SglangSamplingParams) -> StructuredOutputs | None:
+    wanted = {"json": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.ebnf}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if len(given) > 1:
+        raise InvalidRequestError("send only one of json_schema, regex and ebnf", param="json_schema")
+    return StructuredOutputs.model_validate(given) if given else None
