@@ -3,11 +3,13 @@
 import time
 from collections.abc import AsyncIterator
 
+import structlog
 from aiohttp import web
 
 from common.config import RouterSettings
 from router.access import Access
 from router.auth import GUARD, Guard, expect_continue, require_key
+from router.control.routes import controlling
 from router.cors import CORS, Cors, add_cors_headers, answer_preflights
 from router.defaults import checkpoint_folder, load_defaults
 from router.docs_page import render
@@ -33,6 +35,7 @@ from router.metrics import RouterMetrics
 from router.middleware import bound_sizes, errors_as_json
 from router.openapi import document, json_text
 from router.pipeline import Pipeline
+from router.sglang.ids import CHOICE_IDS, ChoiceIds
 from router.surface import CONTROL, CONTROL_PATHS, PUBLIC, Surface
 from router.text.chat import load_chat_template
 from router.text.tokenizer import load_tokenizer
@@ -53,9 +56,11 @@ def create_app(settings: RouterSettings) -> web.Application:
     app = _application(settings, surface, Guard(access.keys, access.admin_keys, CONTROL_PATHS), access.cors)
     app[MODEL] = _served_model(settings)
     app[UNKNOWN_FIELDS] = UnknownFields()
+    app[CHOICE_IDS] = ChoiceIds()
     app[TEXT] = text = _text_tools(settings)
     app[PLANNER] = Planner(settings, defaults, text.tokenizer)
     app.cleanup_ctx.append(_serving)
+    app.cleanup_ctx.append(controlling)
     return app
 
 
@@ -100,7 +105,7 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
     fleet = app[FLEET] = Fleet(settings)
     live = app[LIVE] = LiveRequests()
-    metrics = app[METRICS] = RouterMetrics(lambda: len(live), fleet)
+    app[METRICS] = RouterMetrics(lambda: len(live), fleet)
     app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s)
     async with fleet.running():
         yield
@@ -115,7 +120,7 @@ def _text_tools(settings: RouterSettings) -> TextTools:
     if tokenizer is None:
         log.warning("no_tokenizer", folder=str(folder), hint="only token ids are served")
         return TextTools(None, None)
-    return TextTools(tokenizer, load_chat_template(folder, tokenizer, settings.chat_template))
+    return TextTools(tokenizer, load_chat_template(folder, settings.chat_template, tokenizer.special_tokens))
 
 
 def _served_model(settings: RouterSettings) -> ServedModel:
