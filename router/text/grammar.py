@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from common.errors import InvalidRequestError
-from router.text.grammar_size import lark_size, property_cost, regex_size, schema_patterns
+from router.text.grammar_size import embedded_schemas, lark_size, property_cost, regex_size, schema_patterns
 from router.text.tokenizer import check_unicode
 
 _STRUCTURED, _FORMAT = "structured_outputs", "response_format"
@@ -119,10 +119,7 @@ class _Source:
         if not isinstance(schema, dict | bool):
             raise self._wrong(f"must be a JSON schema, that is an object, got {schema!r:.100}")
         self._bounded(self._dumped(schema))
-        if property_cost(schema) > _MAX_PROPERTY_COST:
-            raise self._wrong("lists too many optional properties; make them required, or at most 800 in all objects")
-        for pattern in schema_patterns(schema):
-            self._not_blown_up(regex_size(pattern), "a pattern")
+        self._sensible(schema)
         return self._checked(_json_form(schema, options))
 
     def regex(self, value: object) -> str:
@@ -147,6 +144,8 @@ class _Source:
         except Exception as error:  # the converter raises no other class, but for its own slips
             raise self._wrong(f"is no grammar: {error!s:.{_MAX_REASON}}") from error
         self._not_blown_up(lark_size(lark), "it")
+        for schema in embedded_schemas(lark):
+            self._sensible(schema)
         return self._checked(_lark_form(lark))
 
     def _text(self, value: object) -> str:
@@ -173,6 +172,12 @@ class _Source:
         size = len(text.encode(errors="surrogatepass"))
         if size > self._max_bytes:
             raise self._wrong(f"has {size} bytes, more than the {self._max_bytes} allowed")
+
+    def _sensible(self, schema: object) -> None:
+        if property_cost(schema) > _MAX_PROPERTY_COST:
+            raise self._wrong("lists too many optional properties; make them required, or at most 800 in all objects")
+        for pattern in schema_patterns(schema):
+            self._not_blown_up(regex_size(pattern), "a pattern")
 
     def _not_blown_up(self, size: int, what: str) -> None:
         if size > self._max_bytes:

@@ -5,6 +5,7 @@ is a string of a million bytes, copied at every step), and objects with many opt
 square of their number). Both are counted here before llguidance sees them.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 
@@ -21,6 +22,12 @@ _LARK_REGEX = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?P<regex>(?:\\.|[^/\\\
 _LARK_RULE = re.compile(r"^[ \t]*[?!]?(\w+)(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 
 
+#: Large enough to be refused, small enough to stay a machine's integer.
+_CAP = 2**40
+#: The size of a terminal whose parts are being counted.
+_PENDING = -1
+
+
 def regex_size(regex: str) -> int:
     """Number of atoms once bounded repetitions are written out; an unbounded one counts its lower bound."""
     return _Sizer().total(_REGEX_ATOM.finditer(regex), {})
@@ -33,9 +40,10 @@ def lark_size(source: str) -> int:
     bodies = {rule[1]: source[rule.end() : end] for rule, end in zip(starts, ends, strict=True)}
     sizes: dict[str, int] = {}
     for name in bodies:
-        _size_terminal(name, bodies, sizes)
+        if name.isupper():
+            _size_terminal(name, bodies, sizes)
     inline = [regex_size(found["regex"]) for found in _LARK_REGEX.finditer(source) if found["regex"]]
-    return max([0, *(sizes[name] for name in bodies if name.isupper()), *inline])
+    return max([0, *sizes.values(), *inline])
 
 
 def property_cost(schema: object) -> int:
@@ -52,6 +60,16 @@ def schema_patterns(schema: object) -> Iterator[str]:
         match node.get("patternProperties"):
             case dict(patterns):
                 yield from patterns
+
+
+def embedded_schemas(source: str) -> Iterator[object]:
+    """The JSON schemas that a Lark grammar holds as `%json {...}`; what is no JSON is left to llguidance."""
+    decoder = json.JSONDecoder()
+    for found in re.finditer(r"%json\s*", source):
+        try:
+            yield decoder.raw_decode(source, found.end())[0]
+        except (ValueError, RecursionError):
+            continue
 
 
 class _Sizer:
@@ -77,12 +95,12 @@ class _Sizer:
             # Cut, so that digits without end make no number without end.
             times = int((high or low)[:12])
             self._groups[-1] += self._last * (times - 1)
-            self._last *= times
+            self._last = min(self._last * times, _CAP)
         else:
             self._put(_atom_size(atom[0], parts, names))
 
     def _put(self, size: int) -> None:
-        self._last = size
+        self._last = size = min(size, _CAP)
         self._groups[-1] += size
 
 
@@ -112,9 +130,6 @@ def _size_terminal(name: str, bodies: Mapping[str, str], sizes: dict[str, int]) 
         known = {used: max(1, sizes[used]) for used in uses if used in sizes}
         sizes[current] = _Sizer().total(_LARK_ATOM.finditer(bodies[current]), known)
         stack.pop()
-
-
-_PENDING = -1
 
 
 def _nodes(schema: object) -> Iterator[dict[str, object]]:

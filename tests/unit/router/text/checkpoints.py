@@ -1,8 +1,9 @@
 """Small tokenizers of both kinds in use, written to disk as a checkpoint has them."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -57,6 +58,17 @@ def load(folder: Path) -> Loaded:
     return loaded
 
 
-def transformers_tokenizer(folder: Path, **settings: object) -> PreTrainedTokenizerFast:
+class Reference(Protocol):
+    """What tests use of transformers' tokenizers, which are untyped."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, object]], **options: object) -> str: ...
+
+
+def transformers_tokenizer(folder: Path, **settings: object) -> Reference:
     """The reference implementation's view of the same tokenizer.json."""
-    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **settings)  # type: ignore[no-untyped-call]
+    made = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **settings)  # type: ignore[no-untyped-call]
+    return cast(Reference, made)

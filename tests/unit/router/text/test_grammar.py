@@ -171,6 +171,10 @@ HUGE: dict[str, dict[str, object]] = {
     "terminals": {"grammar": 'start: A\nA: B{1000}\nB: C{1000}\nC: "a"{1000}\n'},
     "doubling": {"grammar": "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(40)) + 'T40: "a"\n'},
     "inline regex": {"grammar": "start: x\nx: /(a{1000}){1000}/"},
+    "schema in a grammar": {
+        "grammar": 'start: %json {"properties": {' + ",".join(f'"{i}":{{}}' for i in range(4000)) + "}}"
+    },
+    "chained repetition": {"regex": "a" + "{999999999999}" * 4000},
     "gbnf": {"grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(3000)) + 'r3000 ::= "x"'},
     "allOf": {"json": {"allOf": [{"anyOf": [{"minLength": i}, {"const": i}, {"type": "null"}]} for i in range(20)]}},
 }
