@@ -37,6 +37,8 @@ class Ask:
     priority: int = 0
     #: The answer shows text.
     wants_text: bool = False
+    #: llguidance's form of a grammar that the dialect knows by another name than `structured_outputs`.
+    grammar: str | None = None
     #: The answer shows the prompts only; `sampling.max_tokens` is ignored.
     prompt_only: bool = False
 

@@ -176,20 +176,21 @@ async def serve(
     Raises:
         MoerelayError: before the first byte of the answer; the middleware turns later ones into an error event.
     """
-    job = _job(request, clock, incoming, ask)
+    job = await _job(request, clock, incoming, ask)
     with request.app[LIVE].register(job.request_id) as live:
         answer = _Stream(request, job, dialect) if incoming.stream else _WholeAnswer(request, job, dialect)
         await request.app[PIPELINE].run(job.plans, answer.take, live, partial(_prefilled, request, job))
         return await answer.end()
 
 
-def _job(request: web.Request, clock: RequestClock, incoming: Incoming, ask: Ask) -> Job:
+async def _job(request: web.Request, clock: RequestClock, incoming: Incoming, ask: Ask) -> Job:
     """Everything that can be wrong with a request is found here, before any worker hears of it."""
     app = request.app
     name = request_id(request.headers.get(REQUEST_ID_HEADER), incoming.request_id, incoming.id_prefix)
     check_model_name(incoming.model, app[MODEL].name)
     limits = ModelLimits.of(app[FLEET].model())
-    plans = app[PLANNER].plan(ask, name, limits)
+    plan = partial(app[PLANNER].plan, ask, name, limits)
+    plans = plan() if ask.sampling.structured_outputs is None else await asyncio.to_thread(plan)
     num_prompt_tokens = clock.num_prompt_tokens = sum(plan.prompt_len for plan in plans)
     tokenizer = app[TEXT].tokenizer
     return Job(name, app[MODEL].name, int(time.time()), limits, plans, clock, TokenCount(num_prompt_tokens), tokenizer)

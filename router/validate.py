@@ -15,7 +15,7 @@ from router.defaults import SamplingDefaults
 from router.plan import Ask, ModelLimits, Plan, TextOptions
 from router.request_schemas import SamplingFields
 from router.text.bad_words import encode_bad_words
-from router.text.grammar import grammar_of
+from router.text.grammar import grammar_of_structured_outputs
 from router.text.tokenizer import Tokenizer
 
 ValueT = TypeVar("ValueT")
@@ -150,7 +150,7 @@ class Planner:
             bad_words=self._bad_words(fields),
             processed_logprobs=self._settings.logprobs_mode == "processed_logprobs",
             prompt_logprobs=self._num_logprobs("prompt_logprobs", fields.prompt_logprobs, limits),
-            grammar=self._grammar(fields),
+            grammar=self._grammar(ask),
             sampling_mask=bool(fields.return_sampling_mask),
         )
 
@@ -166,10 +166,17 @@ class Planner:
             return ()
         return encode_bad_words(fields.bad_words, tokenizer_or_refusal(self._tokenizer, "bad_words"))
 
-    def _grammar(self, fields: SamplingFields) -> str | None:
-        if fields.structured_outputs is None:
-            return None
-        grammar = grammar_of(fields.structured_outputs, max_bytes=self._settings.max_grammar_bytes)
+    def _grammar(self, ask: Ask) -> str | None:
+        """Compiling one may take a tenth of a second: do not plan such a request on the event loop."""
+        wanted = ask.sampling.structured_outputs
+        grammar = ask.grammar
+        if wanted is not None:
+            if grammar is not None:
+                raise InvalidRequestError(
+                    "structured_outputs and response_format exclude one another", param="response_format"
+                )
+            limit = self._settings.max_grammar_bytes
+            grammar = grammar_of_structured_outputs(wanted.model_dump(by_alias=True), max_bytes=limit)
         if grammar is not None:
             tokenizer_or_refusal(self._tokenizer, "structured_outputs")
         return grammar
@@ -200,9 +207,7 @@ def _stops(fields: SamplingFields) -> Sequence[str]:
 
 def _check_at_most(name: str, value: int, bound: int, what: str = "") -> None:
     if value > bound:
-        raise InvalidRequestError(
-            f"{name} must be at most {bound}, got {value} {what}".rstrip(), param=name
-        )
+        raise InvalidRequestError(f"{name} must be at most {bound}, got {value} {what}".rstrip(), param=name)
 
 
 def _check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:

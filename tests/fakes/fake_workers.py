@@ -25,6 +25,7 @@ from common.pb import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from common.prompt_logprobs import ENTRY
 from common.rpc import PROTOCOL_VERSION, ErrorInterceptor, channel_options
 from common.sampling import finish_after
 from tests.fakes.fake_control import FakeControl
@@ -64,6 +65,16 @@ def expected_rows(first: int, end: int, model: types_pb2.ModelDescription) -> np
     """Rows of positions [first, end): [end - first, L, K] in the model's dtype."""
     grid = np.arange(first, end)[:, None, None] + np.arange(model.num_layers)[:, None] + np.arange(model.top_k)
     return (grid % model.num_experts).astype(model.routing_dtype)
+
+
+def expected_prompt_logprobs(prompt: Sequence[int], num_top: int) -> bytes:
+    """Packed: the logprob of position `i` is `-i / 8`, alternative `k` is id `k` at `-(i + k) / 8`."""
+    entries = np.zeros((len(prompt), 1 + num_top), ENTRY)
+    for at, token in enumerate(prompt[1:], start=1):
+        entries[at, 0] = token, -at / 8, 1
+        for k in range(num_top):
+            entries[at, 1 + k] = k, -(at + k) / 8, k + 1
+    return entries.tobytes()
 
 
 @dataclass
@@ -112,6 +123,8 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
         self.decode_requests: list[decode_pb2.GenerateRequest] = []
         self.prefill_requests: list[prefill_pb2.PrefillRequest] = []
         self.abort_requests: list[str] = []
+        #: (request id, choice) of every single choice that was ended.
+        self.dropped: list[tuple[str, int]] = []
         self.num_chunks = 0
         #: Ids whose call was cancelled from outside.
         self.cancelled: list[str] = []
@@ -139,8 +152,12 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortReply:
-        self.abort_requests.append(request.request_id)
         aborted = self.live.get(request.request_id)
+        if request.HasField("choice"):
+            self.dropped.append((request.request_id, request.choice))
+            self._tell()
+            return worker_pb2.AbortReply(found=aborted is not None)
+        self.abort_requests.append(request.request_id)
         if aborted is not None:
             aborted.set()
         return worker_pb2.AbortReply(found=aborted is not None)
@@ -153,6 +170,7 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
     ) -> None:
         self.refuse_when_paused()
         self.decode_requests.append(request)
+        unfinished = set(range(request.sampling.n))
         async with self._serving(request.request_id) as aborted:
             if request.prefill_site == decode_pb2.PREFILL_SITE_REMOTE:
                 await self.script.lease_go.wait()
@@ -162,8 +180,13 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
                 await self._hold(num_sent, aborted)
                 await either(self.thawed, aborted)
                 if aborted.is_set():
-                    await context.write(_event(finish_reason=types_pb2.FINISH_REASON_ABORT))
+                    for choice in sorted(unfinished):
+                        await context.write(_event(finish_reason=types_pb2.FINISH_REASON_ABORT, choice=choice))
                     return
+                if chunk.message.finish_reason:
+                    unfinished.discard(chunk.message.choice)
+                if (request.request_id, chunk.message.choice) in self.dropped:
+                    continue
                 if self.script.break_after is not None and chunk.first_token >= self.script.break_after:
                     if self.script.decode_error:
                         raise self.script.decode_error
@@ -240,17 +263,31 @@ class _Chunk:
 
 
 def _chunks(request: decode_pb2.GenerateRequest, script: Script) -> Iterator[_Chunk]:
-    tokens, finish, stop = _tokens(request, script)
+    """The choices take turns, one chunk each."""
+    turns = [_choice_chunks(request, script, choice) for choice in range(request.sampling.n)]
+    while turns:
+        for turn in list(turns):
+            chunk = next(turn, None)
+            if chunk is None:
+                turns.remove(turn)
+            else:
+                yield chunk
+
+
+def _choice_chunks(request: decode_pb2.GenerateRequest, script: Script, choice: int) -> Iterator[_Chunk]:
+    tokens, finish, stop = _tokens(request, script, choice)
     prompt_len, start = len(request.token_ids), request.routing.start
     row = start
     while script.prompt_chunk and row + script.prompt_chunk < prompt_len:
-        yield _Chunk(0, _message(request, script, [], row, row + script.prompt_chunk))
+        yield _Chunk(0, _message(request, script, [], row, row + script.prompt_chunk, choice))
         row += script.prompt_chunk
     for first in range(0, len(tokens), script.chunk_tokens):
         part = tokens[first : first + script.chunk_tokens]
         end = prompt_len + first + len(part) - 1
         last = first + len(part) == len(tokens)
-        message = _message(request, script, part, row, end - (script.missing_rows if last else 0))
+        message = _message(request, script, part, row, end - (script.missing_rows if last else 0), choice)
+        if first == 0 and choice == 0 and request.sampling.HasField("prompt_logprobs"):
+            message.prompt_logprobs = expected_prompt_logprobs(request.token_ids, request.sampling.prompt_logprobs)
         row = end
         if last:
             message.finish_reason = finish
@@ -260,11 +297,11 @@ def _chunks(request: decode_pb2.GenerateRequest, script: Script) -> Iterator[_Ch
 
 
 def _tokens(
-    request: decode_pb2.GenerateRequest, script: Script
+    request: decode_pb2.GenerateRequest, script: Script, choice: int
 ) -> tuple[list[int], types_pb2.FinishReason.ValueType, int | None]:
     """The choice's tokens up to where the request's own rules end it."""
     params = sampling_from_pb(request.sampling)
-    every = expected_tokens(request.token_ids, params.max_tokens, params.choice, script.model.vocab_size)
+    every = expected_tokens(request.token_ids, params.max_tokens, choice, script.model.vocab_size)
     for at, token in enumerate(every, start=1):
         end = finish_after(params, frozenset(script.model.eos_token_ids), token, at)
         if end is not None:
@@ -273,7 +310,12 @@ def _tokens(
 
 
 def _message(
-    request: decode_pb2.GenerateRequest, script: Script, tokens: Sequence[int], first_row: int, end_row: int
+    request: decode_pb2.GenerateRequest,
+    script: Script,
+    tokens: Sequence[int],
+    first_row: int,
+    end_row: int,
+    choice: int,
 ) -> decode_pb2.TokenChunk:
     rows = expected_rows(first_row, end_row if request.routing.enabled else first_row, script.model)
     return decode_pb2.TokenChunk(
@@ -281,15 +323,18 @@ def _message(
         routing_rows=rows.tobytes(),
         num_rows=len(rows),
         num_cached_tokens=len(request.token_ids) // 16 * 16 if tokens else 0,
+        choice=choice,
     )
 
 
 def _token(token: int, request: decode_pb2.GenerateRequest, script: Script) -> types_pb2.SampledToken:
+    version = script.model.weight_version
+    mask = [token] if request.sampling.sampling_mask else []
     if not request.sampling.HasField("logprobs"):
-        return types_pb2.SampledToken(token_id=token)
+        return types_pb2.SampledToken(token_id=token, mask=mask, weight_version=version)
     own = types_pb2.TokenLogprob(token_id=token, logprob=script.logprob, rank=2)
     top = [types_pb2.TokenLogprob(token_id=i, logprob=-0.25, rank=1) for i in range(request.sampling.logprobs)]
-    return types_pb2.SampledToken(token_id=token, logprob=own, top=top)
+    return types_pb2.SampledToken(token_id=token, logprob=own, top=top, mask=mask, weight_version=version)
 
 
 def _event(**fields: Any) -> decode_pb2.GenerateEvent:

@@ -19,7 +19,7 @@ BODY: dict[str, Any] = {
 
 
 async def test_abort_while_tokens_flow() -> None:
-    async with running(Script(hold_after=4)) as cluster:
+    async with running(Script(hold_after=8)) as cluster:
         request = asyncio.ensure_future(cluster.post(BODY))
         decode = cluster.decode[0]
         await decode.wait_until(lambda: decode.num_chunks == 8)

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from router.answer import THREAD_FROM_BYTES, encoded
+from router.serve import THREAD_FROM_BYTES, encoded
 from router.client import ClientWriter
 from router.keys import LIVE
 from tests.fakes.fake_workers import Script, description

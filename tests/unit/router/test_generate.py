@@ -158,7 +158,7 @@ async def test_every_sampling_field_reaches_both_workers() -> None:
         assert list(request.token_ids) == PROMPT
         assert request.request_id == decode.request_id
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.25, 5, 0.125)
-        assert (sampling.seed, sampling.choice) == (-(2**63), 0)
+        assert (sampling.seed, sampling.n) == (-(2**63), 1)
         assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (4, 3, 1)
         assert (list(sampling.stop_token_ids), sampling.ignore_eos) == ([4, 7], True)
         assert dict(sampling.logit_bias) == {299: -100.0, 0: 1.5}
@@ -186,11 +186,10 @@ async def test_several_choices() -> None:
         assert choice["token_ids"] == expected_tokens(PROMPT, 4, choice["index"])
         np.testing.assert_array_equal(base642numpy(choice["routed_experts"]), expected_rows(0, 13, description()))
     assert answer["usage"]["completion_tokens"] == 12
-    ids = {request.sampling.choice: request.request_id for request in decoded}
-    assert all(re.fullmatch(f"{answer['request_id']}-{i}-[0-9a-f]{{8}}", ids[i]) for i in range(3))
-    assert {request.sampling.choice: request.request_id for request in prefilled} == ids
-    assert {request.sampling.choice for request in decoded} == {0, 1, 2}
-    assert len({request.sampling.seed for request in decoded}) == 1
+    (decoding,), (prefilling,) = decoded, prefilled
+    assert re.fullmatch(f"{answer['request_id']}-0-[0-9a-f]{{8}}", decoding.request_id)
+    assert (decoding.request_id, decoding.sampling) == (prefilling.request_id, prefilling.sampling)
+    assert decoding.sampling.n == 3
 
 
 async def test_role_both_needs_no_prefill_worker() -> None:

@@ -1,5 +1,7 @@
 """The stitchers alone, on arbitrary chunkings: no event too large, no row lost, the row rule after every event."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,16 +11,16 @@ from common.errors import RoutingMissingError
 from common.routing.codec import numpy2base64
 from common.routing.record import RoutingLayout
 from common.sampling import Finish, FinishReason, SampledToken, SamplingParams, TokenLogprob
-from router.answer import stream_choice, stream_event
+from router.choice import ReadChunk
 from router.chunk import Chunk
+from router.plan import Plan
 from router.stitch import DeltaStitcher, FinalStitcher, Piece, Whole, base64_bytes, token_bytes
-from router.validate import ChoicePlan
 
 LENGTH = Finish(FinishReason.LENGTH)
 
 
-def plan(prompt_len: int, start: int | None) -> ChoicePlan:
-    return ChoicePlan(0, "r-0", range(prompt_len), SamplingParams(max_tokens=1), start)
+def plan(prompt_len: int, start: int | None) -> Plan:
+    return Plan(0, "r-0", range(prompt_len), SamplingParams(max_tokens=1), start)
 
 
 def rows_of(layout: RoutingLayout, first: int, end: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
@@ -27,7 +29,7 @@ def rows_of(layout: RoutingLayout, first: int, end: int) -> np.ndarray[tuple[int
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> tuple[ChoicePlan, RoutingLayout, list[Chunk]]:
+def choices(draw: st.DrawFn) -> tuple[Plan, RoutingLayout, list[Chunk]]:
     """A choice of any shape, and any way a worker may cut it into chunks."""
     layout = RoutingLayout(draw(st.integers(1, 5)), draw(st.integers(1, 4)), 8)
     prompt_len, num_tokens = draw(st.integers(1, 60)), draw(st.integers(1, 30))
@@ -54,10 +56,10 @@ def size(piece: Piece) -> int:
 
 
 @given(choices(), st.integers(200, 2000))
-def test_delta_pieces(choice: tuple[ChoicePlan, RoutingLayout, list[Chunk]], budget: int) -> None:
+def test_delta_pieces(choice: tuple[Plan, RoutingLayout, list[Chunk]], budget: int) -> None:
     planned, layout, chunks = choice
-    stitcher = DeltaStitcher(planned, layout, budget, budget)
-    pieces = [piece for chunk in chunks for piece in stitcher.feed(chunk)]
+    stitcher = DeltaStitcher(planned, layout, budget, budget, token_bytes)
+    pieces = [piece for chunk in chunks for piece in stitcher.feed(ReadChunk(chunk))]
     start = planned.routing_start or 0
     num_tokens = num_rows = 0
     for piece in pieces:
@@ -74,12 +76,12 @@ def test_delta_pieces(choice: tuple[ChoicePlan, RoutingLayout, list[Chunk]], bud
 
 
 @given(choices())
-def test_final_pieces_and_the_whole(choice: tuple[ChoicePlan, RoutingLayout, list[Chunk]]) -> None:
+def test_final_pieces_and_the_whole(choice: tuple[Plan, RoutingLayout, list[Chunk]]) -> None:
     planned, layout, chunks = choice
     final, whole = FinalStitcher(planned, layout), Whole(planned, layout)
-    pieces = [piece for chunk in chunks for piece in final.feed(chunk)]
+    pieces = [piece for chunk in chunks for piece in final.feed(ReadChunk(chunk))]
     for chunk in chunks:
-        whole.feed(chunk)
+        whole.feed(ReadChunk(chunk))
     num_tokens = sum(len(chunk.tokens) for chunk in chunks)
     expected = rows_of(layout, planned.routing_start or 0, planned.prompt_len + num_tokens - 1)
     assert all(piece.rows_TLK is None for piece in pieces[:-1])
@@ -99,13 +101,19 @@ def test_bound_of_a_tokens_size() -> None:
     longest = TokenLogprob(2**32 - 1, -1.2345678806304932e-38, 2**32 - 1)
     token = SampledToken(2**32 - 1, longest, (TokenLogprob(1, longest.logprob, longest.rank),) * 20)
 
-    def event_bytes(tokens: tuple[SampledToken, ...]) -> int:
-        return len(stream_event("r", [stream_choice(0, Piece(tokens), 0, "0")]))
+    def json_bytes(token: SampledToken, text: str) -> int:
+        """The token in the most talkative of the dialects' forms, with the text that it released."""
+        logprobs = [{"token_id": t.token_id, "logprob": t.logprob, "rank": t.rank} for t in token.top]
+        own = token.logprob and {"token_id": token.token_id, "logprob": token.logprob.logprob, "rank": 2**32 - 1}
+        entry = [json.dumps({**own, "top_logprobs": [own, *logprobs]}, separators=(",", ":"))] if own else []
+        parts = [f"{token.token_id},", *(f"{i}," for i in token.mask or ()), json.dumps(text)[1:-1], *entry]
+        return sum(map(len, parts)) + 2
 
-    two, three = event_bytes((token,) * 2), event_bytes((token,) * 3)
-    assert three - two <= token_bytes(token)
-    plain = SampledToken(2**32 - 1)
-    assert event_bytes((plain,) * 3) - event_bytes((plain,) * 2) <= token_bytes(plain)
+    for text in ("", "plain", "한👩‍👩‍👧\n\x00"):
+        assert json_bytes(token, text) <= token_bytes(token, text)
+        assert json_bytes(SampledToken(2**32 - 1, mask=(2**32 - 1,) * 9), text) <= token_bytes(
+            SampledToken(2**32 - 1, mask=(2**32 - 1,) * 9), text
+        )
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 4])
@@ -114,17 +122,17 @@ def test_chunks_that_break_the_rule(num_rows: int) -> None:
     layout = RoutingLayout(1, 1, 8)
     chunk = Chunk((SampledToken(1),), bytes(num_rows), num_rows, LENGTH)
     with pytest.raises(RoutingMissingError):
-        list(DeltaStitcher(plan(2, 0), layout, 1000, 1000).feed(chunk))
+        list(DeltaStitcher(plan(2, 0), layout, 1000, 1000, token_bytes).feed(ReadChunk(chunk)))
     with pytest.raises(RoutingMissingError):
-        Whole(plan(2, 0), layout).feed(chunk)
+        Whole(plan(2, 0), layout).feed(ReadChunk(chunk))
 
 
 def test_rows_whose_bytes_do_not_fit() -> None:
     chunk = Chunk((SampledToken(1),), bytes(3), 2, LENGTH)
     with pytest.raises(RoutingMissingError, match="3 bytes of routing rows where 2 rows need 2"):
-        Whole(plan(2, 0), RoutingLayout(1, 1, 8)).feed(chunk)
+        Whole(plan(2, 0), RoutingLayout(1, 1, 8)).feed(ReadChunk(chunk))
 
 
 def test_rows_that_nobody_asked_for() -> None:
     with pytest.raises(RoutingMissingError):
-        Whole(plan(2, None), RoutingLayout(1, 1, 8)).feed(Chunk((), bytes(1), 1))
+        Whole(plan(2, None), RoutingLayout(1, 1, 8)).feed(ReadChunk(Chunk((), bytes(1), 1)))
