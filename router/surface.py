@@ -7,6 +7,7 @@ from aiohttp import web
 from router import generate, skyrl, status
 from router.control import routes
 from router.control.routes import CONTROL_ROUTES
+from router.openai import chat, completions, tokenize
 from router.operation import Operation
 from router.sglang import generate as sglang
 from router.sglang import info as sglang_info
@@ -36,6 +37,10 @@ PUBLIC = Surface(
     (
         web.post("/inference/v1/generate", generate.generate),
         web.post("/inference/v1/abort_requests", generate.abort_requests),
+        web.post("/v1/completions", completions.completions),
+        web.post("/v1/chat/completions", chat.chat_completions),
+        web.post("/tokenize", tokenize.tokenize),
+        web.post("/detokenize", tokenize.detokenize),
         web.post("/skyrl/v1/generate", skyrl.generate),
         web.post("/generate", sglang.generate),
         web.post("/abort_request", sglang.abort_request),
@@ -55,6 +60,9 @@ PUBLIC = Surface(
     ),
     (
         *generate.OPERATIONS,
+        *completions.OPERATIONS,
+        *chat.OPERATIONS,
+        *tokenize.OPERATIONS,
         *skyrl.OPERATIONS,
         *sglang.OPERATIONS,
         *sglang_info.OPERATIONS,

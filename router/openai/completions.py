@@ -1,0 +1,92 @@
+"""POST /v1/completions."""
+
+import asyncio
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from common.errors import InvalidRequestError
+from router.generate import GENERATE_ERRORS
+from router.json_body import read_body
+from router.keys import METRICS, SETTINGS, TEXT, UNKNOWN_FIELDS
+from router.openai.completion_answer import CompletionDialect
+from router.openai.fields import OpenAIRequest
+from router.openai.prompts import encode
+from router.openai.responses import CompletionResponse, CompletionStreamResponse
+from router.openai.schemas import CompletionRequest
+from router.openai.token_words import TokenWords
+from router.operation import Operation
+from router.plan import Ask
+from router.serve import Incoming, serve
+from router.text.grammar import grammar_of_response_format
+from router.text.tokenizer import Tokenizer
+from router.validate import tokenizer_or_refusal
+
+#: Beginning of the ids that the router makes; OpenAI's.
+ID_PREFIX = "cmpl"
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Text or token ids in; text, and if asked for ids and experts, out."""
+    settings, tokenizer = request.app[SETTINGS], request.app[TEXT].tokenizer
+    with request.app[METRICS].request("completions") as clock:
+        body = await read_body(request, CompletionRequest, request.app[UNKNOWN_FIELDS])
+        # The planner checks it too, but has to be given ids; these come first, and may be of very many texts.
+        if len(body.texts) > settings.max_prompts:
+            raise InvalidRequestError(
+                f"prompt must be at most {settings.max_prompts}, got {len(body.texts)} prompts", param="prompt"
+            )
+        prompts = await _token_ids(body, tokenizer)
+        ask = Ask(
+            prompts,
+            body.sampling(),
+            prompt_param="prompt",
+            priority=body.priority or 0,
+            wants_text=tokenizer is not None,
+            grammar=await grammar(body, tokenizer, settings.max_grammar_bytes),
+            prompt_only=body.max_tokens == 0,
+        )
+        incoming = Incoming(ID_PREFIX, body.request_id, body.model, bool(body.stream))
+        words = TokenWords(tokenizer, bool(body.return_tokens_as_token_ids))
+        echoes = _texts(body, tokenizer) if body.echo else None
+        return await serve(request, clock, incoming, ask, CompletionDialect(body, settings, words, echoes))
+
+
+async def grammar(body: OpenAIRequest, tokenizer: Tokenizer | None, max_bytes: int) -> str | None:
+    """What `response_format` demands. Raises InvalidRequestError if it cannot be met."""
+    wanted = body.wanted_format
+    if wanted is None:
+        return None
+    tokenizer_or_refusal(tokenizer, "response_format")
+    # Checking a large schema takes about a tenth of a second.
+    return await asyncio.to_thread(grammar_of_response_format, wanted.model_dump(by_alias=True), max_bytes=max_bytes)
+
+
+async def _token_ids(body: CompletionRequest, tokenizer: Tokenizer | None) -> Sequence[Sequence[int]]:
+    if body.ids:
+        return body.ids
+    known = tokenizer_or_refusal(tokenizer, "prompt")
+    return await encode(body.texts, known, add_special_tokens=body.add_special_tokens is not False)
+
+
+def _texts(body: CompletionRequest, tokenizer: Tokenizer | None) -> list[str]:
+    """The prompts as the answer echoes them: as they were sent, or decoded; nothing if there is no tokenizer."""
+    if body.texts:
+        return body.texts
+    if tokenizer is None:
+        return [""] * len(body.ids)
+    return [tokenizer.decode(ids, not body.writes_special_tokens) for ids in body.ids]
+
+
+OPERATIONS = (
+    Operation(
+        "post",
+        "/v1/completions",
+        "Complete text or token ids, as OpenAI and vLLM do.",
+        tag="generation",
+        answer=CompletionResponse,
+        body=CompletionRequest,
+        events=CompletionStreamResponse,
+        errors=GENERATE_ERRORS,
+    ),
+)

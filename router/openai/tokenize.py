@@ -1,0 +1,94 @@
+"""POST /tokenize and /detokenize."""
+
+import asyncio
+from collections.abc import Sequence
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from common.errors import InvalidRequestError
+from router.json_body import read_body
+from router.keys import FLEET, MODEL, TEXT, UNKNOWN_FIELDS
+from router.openai.prompts import encode, render
+from router.openai.responses import DetokenizeResponse, TokenizeResponse
+from router.openai.schemas import DetokenizeRequest, TokenizeRequest
+from router.operation import Operation
+from router.text.tokenizer import Tokenizer
+from router.validate import check_model_name, tokenizer_or_refusal
+
+#: From this many ids on they are decoded in a thread.
+THREAD_FROM_TOKENS = 4096
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """The ids of a text, or of the prompt that messages make."""
+    body = await read_body(request, TokenizeRequest, request.app[UNKNOWN_FIELDS])
+    check_model_name(body.model, request.app[MODEL].name)
+    tokenizer = tokenizer_or_refusal(request.app[TEXT].tokenizer, "prompt" if body.messages is None else "messages")
+    tokens = await _tokens(body, tokenizer, request)
+    known = request.app[FLEET].known_model()
+    answer = TokenizeResponse(
+        count=len(tokens),
+        max_model_len=known.max_model_len if known else None,
+        tokens=tokens,
+        token_strs=[tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+    )
+    return _json(answer)
+
+
+async def _tokens(body: TokenizeRequest, tokenizer: Tokenizer, request: web.Request) -> list[int]:
+    if body.messages is not None:
+        special = bool(body.add_special_tokens)
+        return await render(body.messages, body, request.app[TEXT], add_special_tokens=special)
+    special = body.add_special_tokens is not False
+    (tokens,) = await encode([body.prompt or ""], tokenizer, add_special_tokens=special)
+    return tokens
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of ids, special tokens included."""
+    body = await read_body(request, DetokenizeRequest, request.app[UNKNOWN_FIELDS])
+    check_model_name(body.model, request.app[MODEL].name)
+    tokenizer = tokenizer_or_refusal(request.app[TEXT].tokenizer, "tokens")
+    known = request.app[FLEET].known_model()
+    _check_known(body.tokens, max(tokenizer.vocab_size, known.vocab_size if known else 0))
+    if len(body.tokens) < THREAD_FROM_TOKENS:
+        text = tokenizer.decode(body.tokens, False)
+    else:
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
+    return _json(DetokenizeResponse(prompt=text))
+
+
+def _check_known(tokens: Sequence[int], vocab_size: int) -> None:
+    """Rows that a model has beyond its tokenizer are ids without text; anything above is a mistake."""
+    largest = max(tokens, default=-1)
+    if largest >= vocab_size:
+        raise InvalidRequestError(
+            f"tokens: token id {largest} is out of vocabulary; ids are below {vocab_size}", param="tokens"
+        )
+
+
+def _json(model: BaseModel) -> web.Response:
+    return web.Response(body=model.model_dump_json().encode(), content_type="application/json")
+
+
+OPERATIONS = (
+    Operation(
+        "post",
+        "/tokenize",
+        "Token ids of a text, or of messages.",
+        tag="text",
+        answer=TokenizeResponse,
+        body=TokenizeRequest,
+        errors=(404,),
+    ),
+    Operation(
+        "post",
+        "/detokenize",
+        "Text of token ids.",
+        tag="text",
+        answer=DetokenizeResponse,
+        body=DetokenizeRequest,
+        errors=(404,),
+    ),
+)
