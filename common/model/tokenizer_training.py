@@ -45,10 +45,13 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> None:
     train_tokenizer(vocab_size).save(str(out / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None,
+        "bos_token": END_OF_TEXT,
         "eos_token": TURN_END,
         "pad_token": PADDING,
-        "additional_special_tokens": [END_OF_TEXT, TURN_START],
+        # The post-processor adds no token, so neither may a reader that goes by these settings.
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "additional_special_tokens": [TURN_START],
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
         "chat_template": CHAT_TEMPLATE,
