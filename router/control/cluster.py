@@ -78,10 +78,12 @@ class ClusterControl:
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
         async with self._pausing():
             workers = await self.workers()
-            await self._pause_workers(workers, mode)
-            if clear_cache:
-                await self._reset_caches(workers)
-            await self._fleet.refresh()
+            try:
+                await self._pause_workers(workers, mode)
+                if clear_cache:
+                    await self._reset_caches(workers)
+            finally:
+                await self._fleet.refresh()
 
     async def resume(self) -> None:
         """Raises ConflictError if workers sleep, or whatever a worker reports; others are resumed nevertheless."""
@@ -90,8 +92,10 @@ class ClusterControl:
     async def _resume(self) -> None:
         async with self._pausing():
             workers = await self.workers()
-            await self._resume_workers(workers)
-            await self._fleet.refresh()
+            try:
+                await self._resume_workers(workers)
+            finally:
+                await self._fleet.refresh()
 
     async def is_paused(self) -> bool:
         """Whether no decode worker takes requests."""

@@ -20,7 +20,8 @@ async def read_options(request: web.Request, cls: type[OptionsT], repeated: froz
     """
     query = {name: request.query.getall(name) if name in repeated else text for name, text in request.query.items()}
     try:
-        options = cls.model_validate_strings(query)
+        # Texts become what they stand for.
+        options = cls.model_validate(query, strict=False)
     except ValidationError as error:
         raise invalid(error) from None
     if raw := await read_bytes(request):

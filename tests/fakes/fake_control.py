@@ -38,6 +38,8 @@ class FakeControl(worker_pb2_grpc.WorkerServicer):
         #: Label of the weights put to use by CommitWeights; empty: those that the script describes.
         self.committed_version = ""
         self.num_cached_blocks = 5
+        #: What StageWeights finds in the directory; empty: the same as everybody.
+        self.staged_fingerprint = ""
 
     def described(self, model: types_pb2.ModelDescription) -> types_pb2.ModelDescription:
         """`model` as it is with the weights in use."""
@@ -90,7 +92,7 @@ class FakeControl(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.StageWeightsReply:
         await self._called("stage", request.path, request.version)
         self.staged_version = request.version
-        return worker_pb2.StageWeightsReply(fingerprint=f"weights {request.version}")
+        return worker_pb2.StageWeightsReply(fingerprint=self.staged_fingerprint or f"weights {request.version}")
 
     async def CommitWeights(
         self, request: worker_pb2.CommitWeightsRequest, context: Context
