@@ -1,20 +1,21 @@
 """The jinja environment of chat templates: what transformers offers them, in a sandbox with a clock.
 
 A template comes with the checkpoint, so it is trusted with its output, but neither with this process nor with its time:
-attribute access, calls and products look at a deadline, and products that grow (`"x" * n`) at a size.
+attribute access, calls, products and steps of a range look at a deadline, and products that grow (`"x" * n`) at a size.
 """
 
 import json
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextvars import ContextVar
 from datetime import datetime
+from typing import overload
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 
 #: `time.monotonic` at which the rendering in this context must end.
 DEADLINE: ContextVar[float] = ContextVar("chat_template_deadline")
@@ -45,6 +46,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.globals["range"] = _Range
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: now().strftime(form)
@@ -70,6 +72,28 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         if operator == "**" and not (isinstance(right, int | float) and abs(right) <= _MAX_EXPONENT):
             raise TemplateError(f"the chat template has an exponent beyond {_MAX_EXPONENT}")
         return super().call_binop(context, operator, left, right)
+
+
+class _Range(Sequence[int]):
+    """The sandbox's range, of bounded length, which looks at the deadline as it is walked."""
+
+    def __init__(self, *bounds: int) -> None:
+        self._range = safe_range(*bounds)
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> range: ...
+    def __getitem__(self, index: int | slice) -> int | range:
+        return self._range[index]
+
+    def __iter__(self) -> Iterator[int]:
+        for number in self._range:
+            _check_deadline()
+            yield number
 
 
 def _check_deadline() -> None:

@@ -93,6 +93,13 @@ def test_variables_reach_the_template(reference: checkpoints.Reference) -> None:
     assert found.endswith("</think>\n\n")
 
 
+def test_ranges_are_sequences(reference: checkpoints.Reference) -> None:
+    source = (
+        "{% for i in range(1, 9, 3) %}{{ i }}/{{ loop.length }} {% endfor %}{{ range(5)[1:] | list }}{{ range(4)[-1] }}"
+    )
+    assert template(source).render(TURNS) == reference.apply_chat_template(TURNS, chat_template=source, tokenize=False)
+
+
 def test_the_date_is_that_of_the_clock() -> None:
     dated = template(templates.LLAMA3, now=lambda: datetime(2031, 2, 3))
     assert "Today Date: 03 Feb 2031" in dated.render(TURNS, variables={"dated": True})
@@ -200,6 +207,7 @@ def test_any_failure_inside_the_template_is_a_bad_request(source: str) -> None:
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% for a in range(99999) %}{% for m in messages * 1000 %}{{ m.content }}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
         "{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
         "{{ 'x' * 10**9 }}",
         "{{ 10**(10**10) }}",
