@@ -1,8 +1,11 @@
 """Turns what the handoff receiver reports into engine commands and, on failure, into the request's error."""
 
+from collections.abc import Sequence
+
 from common.engine.loop import Engine
 from common.engine.request import RequestId
 from common.errors import HandoffError
+from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken
 from decode_worker.outbox import Outbox
 
@@ -26,9 +29,14 @@ class Intake:
         """KV and rows of positions [0, computed) are in the leased slots."""
         self._engine.handoff_advanced(request_id, computed)
 
-    def on_complete(self, request_id: RequestId, first_token: SampledToken) -> None:
+    def on_prompt_logprobs(self, request_id: RequestId, entries: PromptLogprobs) -> None:
+        """Those of the prompt's next positions; the engine has no use for them."""
+        if outbox := self._outboxes.get(request_id):
+            outbox.put_prompt_logprobs(entries)
+
+    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
         """The whole prompt is in the leased slots."""
-        self._engine.commit_handoff(request_id, first_token)
+        self._engine.commit_handoff(request_id, first_tokens)
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
         """The handoff will not be completed; the RPC handler frees the blocks when it sees the error."""

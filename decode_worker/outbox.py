@@ -1,4 +1,4 @@
-"""What one request has produced and its reader has not taken yet: tokens, logprobs and rows coalesce together."""
+"""What one request has produced and its reader has not taken yet: what belongs together coalesces together."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -9,16 +9,19 @@ import numpy as np
 from common.engine.request import BlocksLeased, EngineEvent, Failed, Progress
 from common.errors import MoerelayError
 from common.kv.pool import BlockId
+from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, SampledToken
 
 
 @dataclass(slots=True)
 class Batch:
-    """Everything that became available since the last `take`."""
+    """Everything that became available for one choice since the last `take`."""
 
+    choice: int = 0
     tokens: list[SampledToken] = field(default_factory=list)
     rows: list[RoutingArray] = field(default_factory=list)
+    logprobs: list[PromptLogprobs] = field(default_factory=list)
     finish: Finish | None = None
 
     @property
@@ -26,14 +29,23 @@ class Batch:
         """The rows as one [T, L, K] array, None when there is none."""
         return np.concatenate(self.rows) if self.rows else None
 
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those of consecutive positions as one array, None when there are none."""
+        return PromptLogprobs(np.concatenate(self.logprobs)) if self.logprobs else None
+
 
 class Outbox:
-    """A coalescing mailbox for one reader. Bounded: a request never produces more than its context holds."""
+    """A coalescing mailbox for one reader. Bounded: a choice never produces more than its context holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_choices: int = 1) -> None:
         self._leased: asyncio.Future[tuple[BlockId, ...]] = asyncio.get_running_loop().create_future()
         self._ready = asyncio.Event()
-        self._batch = Batch()
+        #: Every choice has finished, or the request has failed.
+        self._over = asyncio.Event()
+        self._num_choices = num_choices
+        self._finished: set[int] = set()
+        self._batches: dict[int, Batch] = {}
         self._error: MoerelayError | None = None
 
     def put(self, event: EngineEvent) -> None:
@@ -41,20 +53,40 @@ class Outbox:
         match event:
             case BlocksLeased(blocks=blocks):
                 self._leased.set_result(blocks)
-            case Progress(tokens=tokens, rows_TLK=rows_TLK, finish=finish):
-                self._batch.tokens.extend(tokens)
-                if rows_TLK is not None and len(rows_TLK):
-                    self._batch.rows.append(rows_TLK)
-                self._batch.finish = finish
-                self._ready.set()
+            case Progress():
+                self._put_progress(event)
             case Failed(error=error):
                 self.fail(error)
             case _:
                 raise AssertionError(f"a decode worker's engine does not emit {type(event).__name__}")
 
+    def _put_progress(self, event: Progress) -> None:
+        batch = self._batch(event.choice)
+        batch.tokens.extend(event.tokens)
+        if event.rows_TLK is not None and len(event.rows_TLK):
+            batch.rows.append(event.rows_TLK)
+        if event.prompt_logprobs is not None:
+            batch.logprobs.append(event.prompt_logprobs)
+        batch.finish = event.finish
+        if event.finish is not None:
+            self._finished.add(event.choice)
+        if len(self._finished) == self._num_choices:
+            self._over.set()
+        self._ready.set()
+
+    def put_prompt_logprobs(self, entries: PromptLogprobs) -> None:
+        """Takes those that came with a handoff; they belong to choice 0 and are void if that has ended."""
+        if 0 not in self._finished:
+            self._batch(0).logprobs.append(entries)
+            self._ready.set()
+
+    def _batch(self, choice: int) -> Batch:
+        return self._batches.setdefault(choice, Batch(choice))
+
     def fail(self, error: MoerelayError) -> None:
         """Ends the request with `error`, whether or not its blocks were leased yet."""
         self._error = self._error or error
+        self._over.set()
         self._ready.set()
 
     async def leased(self) -> tuple[BlockId, ...] | None:
@@ -63,7 +95,7 @@ class Outbox:
         Raises:
             MoerelayError: the request failed while it waited.
         """
-        ended = asyncio.create_task(self._ready.wait())
+        ended = asyncio.create_task(self._over.wait())
         try:
             waiting: list[asyncio.Future[Any]] = [self._leased, ended]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -73,8 +105,8 @@ class Outbox:
             raise self._error
         return self._leased.result() if self._leased.done() else None
 
-    async def take(self) -> Batch:
-        """Waits until there is something, and returns all of it.
+    async def take(self) -> list[Batch]:
+        """Waits until there is something, and returns all of it, one batch for each choice that has some.
 
         Raises:
             MoerelayError: the request failed; what it produced before is void.
@@ -83,5 +115,5 @@ class Outbox:
         if self._error is not None:
             raise self._error
         self._ready.clear()
-        batch, self._batch = self._batch, Batch()
-        return batch
+        batches, self._batches = self._batches, {}
+        return [batches[choice] for choice in sorted(batches)]

@@ -65,9 +65,10 @@ async def _handoffs(
         HandoffReceiver(
             listener,
             core.store,
-            handoff_identity(core, instance_id),
+            lambda: handoff_identity(core, instance_id),
             timeout_s=settings.handoff_timeout_s,
             credit_bytes=settings.handoff_credit_bytes,
+            known_versions=lambda: core.engine.known_weight_versions,
             handler=intake,
         ) as receiver,
     ):

@@ -1,6 +1,7 @@
-"""The Decode gRPC service: one streamed choice, prefilled here or handed over by a prefill worker."""
+"""The Decode gRPC service: the streamed choices of one prompt, prefilled here or handed over by a prefill worker."""
 
 import asyncio
+from dataclasses import dataclass, field
 from functools import partial
 
 import grpc
@@ -23,8 +24,23 @@ log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[decode_pb2.GenerateRequest, decode_pb2.GenerateEvent]
 
 
+@dataclass(slots=True)
+class _Call:
+    """One live request, as far as an abort must know it."""
+
+    num_choices: int
+    lease: LeaseRef | None = None
+    #: Choices that were aborted.
+    aborted: set[int] = field(default_factory=set)
+
+    @property
+    def is_aborted(self) -> bool:
+        """All of it: it gets no lease any more, because the engine is about to free its blocks."""
+        return len(self.aborted) == self.num_choices
+
+
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """Streams one choice per call; whatever ends the call frees the request's blocks and lease."""
+    """Streams all choices of one prompt per call; whatever ends the call frees the request's blocks and lease."""
 
     def __init__(
         self, core: WorkerCore, receiver: HandoffReceiver | None, intake: Intake, lifecycle: Lifecycle
@@ -33,17 +49,22 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._receiver = receiver
         self._intake = intake
         self._lifecycle = lifecycle
-        self._live: dict[RequestId, LeaseRef | None] = {}
-        #: Live ids that get no lease any more: the engine is about to free their blocks.
-        self._aborted: set[RequestId] = set()
+        self._live: dict[RequestId, _Call] = {}
         self._freeing: set[asyncio.Task[None]] = set()
 
-    async def abort(self, request_id: RequestId) -> bool:
-        """Ends the choice with finish_reason "abort"; a handoff that is still arriving is revoked first."""
-        if request_id not in self._live:
+    async def abort(self, request_id: RequestId, choice: int | None = None) -> bool:
+        """Ends the request, or one choice, with finish_reason "abort"; a handoff that nobody awaits is revoked first.
+
+        False if no such request is live.
+        """
+        call = self._live.get(request_id)
+        if call is None or not 0 <= (choice or 0) < call.num_choices:
             return False
-        self._aborted.add(request_id)
-        await self._revoke(self._live[request_id])
+        call.aborted.update(range(call.num_choices) if choice is None else {choice})
+        if not call.is_aborted:
+            self._core.engine.abort(request_id, choice)
+            return True
+        await self._revoke(call.lease)
         self._core.engine.abort(request_id)
         return True
 
@@ -58,27 +79,31 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         remote = request.prefill_site == decode_pb2.PREFILL_SITE_REMOTE
         if remote and self._receiver is None:
             raise InvalidRequestError("this worker takes no handoffs (role both)", param="prefill_site")
-        work = Work.DECODE if remote else Work.WHOLE
-        outbox, engine_request = Outbox(), to_engine_request(request, work, self._core.description)
+        work, request_id = Work.DECODE if remote else Work.WHOLE, RequestId(request.request_id)
+        outbox = Outbox(request.sampling.n)
         with (
             self._lifecycle.serving(),
-            self._core.bridge.subscribed(engine_request.request_id, outbox),
-            structlog.contextvars.bound_contextvars(request_id=engine_request.request_id),
+            self._core.bridge.subscribed(request_id, outbox),
+            structlog.contextvars.bound_contextvars(request_id=request_id),
         ):
-            self._live[engine_request.request_id] = None
+            call = self._live[request_id] = _Call(request.sampling.n)
             try:
+                engine_request = await to_engine_request(request, work, self._core.description, self._core.grammars)
                 self._core.engine.submit(engine_request)
+                # Aborts that came before the engine knew the request.
+                for choice in sorted(call.aborted):
+                    self._core.engine.abort(request_id, choice)
                 if remote:
-                    await self._lease(engine_request, outbox, context)
-                await self._stream(outbox, context)
+                    await self._lease(engine_request, call, outbox, context)
+                await self._stream(call, outbox, context)
             finally:
-                await self._free(engine_request.request_id)
+                await self._free(request_id)
 
-    async def _lease(self, request: EngineRequest, outbox: Outbox, context: Context) -> None:
+    async def _lease(self, request: EngineRequest, call: _Call, outbox: Outbox, context: Context) -> None:
         """Waits for blocks, then invites the handoff; does nothing if the request was aborted while it waited."""
         assert self._receiver is not None
         blocks = await outbox.leased()
-        if blocks is None or request.request_id in self._aborted:
+        if blocks is None or call.is_aborted:
             return
         self._intake.expect(request.request_id, outbox)
         lease = self._receiver.grant(
@@ -87,8 +112,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             num_tokens=len(request.prompt),
             num_cached=0,
             routing=request.routing_start is not None,
+            num_top=request.sampling.prompt_logprobs,
         )
-        self._live[request.request_id] = lease
+        call.lease = lease
         await context.write(
             decode_pb2.GenerateEvent(
                 lease=prefill_pb2.Lease(
@@ -102,14 +128,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             )
         )
 
-    async def _stream(self, outbox: Outbox, context: Context) -> None:
-        chunker = Chunker()
-        while True:
-            batch = await outbox.take()
-            for chunk in chunker.cut(batch):
-                await context.write(decode_pb2.GenerateEvent(chunk=chunk))
-            if batch.finish is not None:
-                return
+    async def _stream(self, call: _Call, outbox: Outbox, context: Context) -> None:
+        chunkers = [Chunker() for _ in range(call.num_choices)]
+        num_open = call.num_choices
+        while num_open:
+            for batch in await outbox.take():
+                for chunk in chunkers[batch.choice].cut(batch):
+                    await context.write(decode_pb2.GenerateEvent(chunk=chunk))
+                num_open -= batch.finish is not None
 
     async def _free(self, request_id: RequestId) -> None:
         """The blocks go back to the pool only when no write of the handoff can touch them any more.
@@ -117,8 +143,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         A task of its own, because a call that is cancelled twice must not cut it short.
         """
         self._intake.forget(request_id)
-        self._aborted.discard(request_id)
-        freeing = asyncio.create_task(self._revoke(self._live.pop(request_id)))
+        freeing = asyncio.create_task(self._revoke(self._live.pop(request_id).lease))
         self._freeing.add(freeing)
         freeing.add_done_callback(partial(self._freed, request_id))
         await asyncio.shield(freeing)

@@ -24,7 +24,7 @@ async def serve(settings: PrefillSettings, path: Path, config: ModelConfig) -> N
         running_engine(core),
         ZmqConnector() as connector,
         HandoffSender(
-            connector, core.store, handoff_identity(core, instance_id), timeout_s=settings.handoff_timeout_s
+            connector, core.store, lambda: handoff_identity(core, instance_id), timeout_s=settings.handoff_timeout_s
         ) as sender,
     ):
         service = PrefillService(core, sender, lifecycle)

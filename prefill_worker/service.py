@@ -2,10 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import grpc
+import numpy as np
 import structlog
 
 from common.engine.request import EngineEvent, EngineRequest, Failed, PromptAdvanced, RequestId, Work
@@ -14,6 +16,7 @@ from common.handoff.leases import LeaseRef
 from common.handoff.messages import Generation, TransferId
 from common.handoff.sender import HandoffSender, Transfer
 from common.pb import prefill_pb2, prefill_pb2_grpc
+from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
@@ -25,17 +28,23 @@ Context = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.Prefi
 
 
 class Prompts:
-    """One request's PromptAdvanced events in order; the latest says all, so nothing piles up behind a slow transfer."""
+    """One request's PromptAdvanced events in order, for a transfer that may be slower than the engine.
+
+    The latest says all of KV and rows, so that nothing piles up but the logprobs, which every event brings its own of.
+    """
 
     def __init__(self) -> None:
         self._ready = asyncio.Event()
         self._latest: PromptAdvanced | None = None
+        self._logprobs: list[PromptLogprobs] = []
         self._error: MoerelayError | None = None
 
     def put(self, event: EngineEvent) -> None:
         match event:
             case PromptAdvanced():
                 self._latest = event
+                if event.prompt_logprobs is not None:
+                    self._logprobs.append(event.prompt_logprobs)
                 self._ready.set()
             case Failed(error=error):
                 self.fail(error)
@@ -48,13 +57,14 @@ class Prompts:
         self._ready.set()
 
     async def next(self) -> PromptAdvanced:
-        """The newest progress not seen yet. Raises the request's error if it failed."""
+        """The newest progress not seen yet, with all logprobs not seen yet. Raises the request's error if it failed."""
         await self._ready.wait()
         self._ready.clear()
         if self._error is not None:
             raise self._error
         assert self._latest is not None
-        return self._latest
+        unseen, self._logprobs = self._logprobs, []
+        return replace(self._latest, prompt_logprobs=PromptLogprobs(np.concatenate(unseen)) if unseen else None)
 
 
 class HandoffStats:
@@ -80,7 +90,7 @@ class HandoffStats:
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    """One call per choice; whatever ends the call frees the request's blocks and ends the transfer."""
+    """One call per prompt; whatever ends the call frees the request's blocks and ends the transfer."""
 
     def __init__(self, core: WorkerCore, sender: HandoffSender, lifecycle: Lifecycle) -> None:
         self._core = core
@@ -89,10 +99,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self.stats = HandoffStats()
         self._prompts: dict[RequestId, Prompts] = {}
 
-    async def abort(self, request_id: RequestId) -> bool:
-        """Ends the call, which first ends the transfer and then frees the blocks that it reads."""
+    async def abort(self, request_id: RequestId, choice: int | None = None) -> bool:
+        """Ends the call, which first ends the transfer and then frees the blocks that it reads.
+
+        A single choice is the decode worker's business: the prompt is computed for the others all the same.
+        """
         prompts = self._prompts.get(request_id)
-        if prompts is not None:
+        if prompts is not None and choice is None:
             prompts.fail(HandoffError("the prefill was aborted"))
         return prompts is not None
 
@@ -104,34 +117,37 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return [f"{surplus} transfers are under way for no live request"] if surplus > 0 else []
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
-        prompts, engine_request = Prompts(), to_engine_request(request, Work.PREFILL, self._core.description)
+        prompts, request_id = Prompts(), RequestId(request.request_id)
         with (
             self._lifecycle.serving(admitted=True),
-            self._core.bridge.subscribed(engine_request.request_id, prompts),
-            structlog.contextvars.bound_contextvars(request_id=engine_request.request_id),
+            self._core.bridge.subscribed(request_id, prompts),
+            structlog.contextvars.bound_contextvars(request_id=request_id),
         ):
-            self._prompts[engine_request.request_id] = prompts
+            self._prompts[request_id] = prompts
             try:
+                core = self._core
+                engine_request = await to_engine_request(request, Work.PREFILL, core.description, core.grammars)
                 return await self._hand_over(engine_request, request.lease, prompts)
             except WorkerLostError as error:
                 # To the router a lost worker is the one it called, which it then leaves alone for a while. This worker
                 # lives; what is lost is its connection to the decode worker.
                 raise HandoffError(error.message) from error
             finally:
-                del self._prompts[engine_request.request_id]
-                self._core.engine.cancel(engine_request.request_id)
+                del self._prompts[request_id]
+                self._core.engine.cancel(request_id)
 
     async def _hand_over(
         self, request: EngineRequest, lease: prefill_pb2.Lease, prompts: Prompts
     ) -> prefill_pb2.PrefillReply:
         arrived = time.monotonic()
         routing = request.routing_start is not None
-        async with self._sender.transfer(_lease_ref(lease), routing=routing) as transfer:
+        num_top = request.sampling.prompt_logprobs
+        async with self._sender.transfer(_lease_ref(lease), routing=routing, num_top=num_top) as transfer:
             with self.stats.counted(transfer, routing=routing):
                 self._core.engine.submit(request)
-                first_token = await self._push(transfer, prompts, lease.num_cached_tokens)
+                first_tokens = await self._push(transfer, prompts)
                 computed = time.monotonic()
-                await transfer.finish(first_token)
+                await transfer.finish(first_tokens)
         return prefill_pb2.PrefillReply(
             num_computed_tokens=len(request.prompt),
             num_bytes_sent=transfer.num_bytes_sent,
@@ -139,15 +155,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             handoff_tail_s=time.monotonic() - computed,
         )
 
-    async def _push(self, transfer: Transfer, prompts: Prompts, sent: int) -> SampledToken:
-        """Ships positions [sent, p) as they are computed; returns the first token."""
+    async def _push(self, transfer: Transfer, prompts: Prompts) -> Sequence[SampledToken]:
+        """Ships what the decode worker lacks as it is computed; returns the first token of every choice."""
         while True:
             advanced = await prompts.next()
-            if advanced.computed > sent:
-                await transfer.send_range(advanced.blocks, sent, advanced.computed)
-                sent = advanced.computed
+            await transfer.send_range(advanced.blocks, 0, advanced.computed, advanced.prompt_logprobs)
             if advanced.first_tokens:
-                return advanced.first_tokens[0]
+                return advanced.first_tokens
 
 
 def _lease_ref(lease: prefill_pb2.Lease) -> LeaseRef:

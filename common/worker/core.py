@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from common.config import WorkerSettings
+from common.engine.grammar import GrammarCompiler
 from common.engine.limits import EngineLimits
 from common.engine.loop import Engine
 from common.errors import ConfigError
@@ -37,6 +38,7 @@ class WorkerCore:
     store: KVStore
     engine: Engine
     bridge: EngineBridge
+    grammars: GrammarCompiler
 
     @property
     def description(self) -> types_pb2.ModelDescription:
@@ -83,7 +85,14 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
     loader = CheckpointLoader(config, dtype, device, max_model_len)
     weights = Weights(description, path, loader.load, partial(_use, runner, engine))
     engine.label_tokens(settings.weight_version)
-    return WorkerCore(weights, is_exact(device), store, engine, bridge)
+    return WorkerCore(weights, is_exact(device), store, engine, bridge, _grammars(path, config))
+
+
+def _grammars(path: Path, config: ModelConfig) -> GrammarCompiler:
+    tokenizer_json = path / "tokenizer.json"
+    return GrammarCompiler(
+        tokenizer_json if tokenizer_json.is_file() else None, config.vocab_size, config.eos_token_ids
+    )
 
 
 def _use(runner: ModelRunner, engine: Engine, decoder: MoeDecoder | None, version: str) -> None:

@@ -1,8 +1,10 @@
 """From the fields that Prefill and Generate share to the engine's request."""
 
+import asyncio
 from collections.abc import Iterable
 from typing import Protocol
 
+from common.engine.grammar import GrammarCompiler
 from common.engine.request import EngineRequest, RequestId, Work
 from common.errors import UnavailableError
 from common.messages import sampling_from_pb
@@ -20,16 +22,31 @@ class RequestMessage(Protocol):
     def sampling(self) -> types_pb2.SamplingParams: ...
     @property
     def routing(self) -> types_pb2.RoutingParams: ...
+    @property
+    def priority(self) -> int: ...
 
 
-def engine_request(message: RequestMessage, work: Work, model: types_pb2.ModelDescription) -> EngineRequest:
-    """Raises UnavailableError if rows are wanted of a worker that captures none."""
+async def engine_request(
+    message: RequestMessage, work: Work, model: types_pb2.ModelDescription, grammars: GrammarCompiler
+) -> EngineRequest:
+    """Compiles the grammar in a thread: a large one takes longer than an event loop may stand still.
+
+    Raises:
+        InvalidRequestError: the grammar is wrong, or this worker's checkpoint cannot serve one.
+        UnavailableError: rows are wanted of a worker that captures none.
+    """
     if message.routing.enabled and not model.routing_enabled:
         raise UnavailableError("routing was asked for, but this worker runs with it switched off")
+    sampling = sampling_from_pb(message.sampling)
+    matcher = None
+    if sampling.grammar is not None:
+        matcher = await asyncio.to_thread(grammars.compile, sampling.grammar)
     return EngineRequest(
         request_id=RequestId(message.request_id),
         prompt=tuple(message.token_ids),
-        sampling=sampling_from_pb(message.sampling),
+        sampling=sampling,
         routing_start=message.routing.start if message.routing.enabled else None,
         work=work,
+        priority=message.priority,
+        matcher=matcher,
     )

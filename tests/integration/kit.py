@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from common.engine.grammar import GrammarCompiler
 from common.engine.loop import Engine
 from common.engine.solo import SoloRunner
 from common.errors import InvalidRequestError
@@ -49,6 +50,12 @@ class Kit:
 
         engine.label_tokens("0")
         return Weights(self.description(routing=routing), self.path, self.load, use)
+
+    def grammars(self) -> GrammarCompiler:
+        """Of the checkpoint's tokenizer, if it has one."""
+        tokenizer_json = self.path / "tokenizer.json"
+        known = tokenizer_json if tokenizer_json.is_file() else None
+        return GrammarCompiler(known, self.vocab_size, self.eos_token_ids)
 
     def solo(self) -> SoloRunner:
         """The oracle, with blocks for the longest request."""

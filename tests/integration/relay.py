@@ -151,7 +151,8 @@ def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
     )
     engine = Engine(runner, store, BlockPool(plan.num_blocks + 1), limits, kit.eos_token_ids, bridge.deliver)
     bridge.attach(engine)
-    return WorkerCore(kit.weights(runner, engine, routing=plan.routing), True, store, engine, bridge), runner
+    weights = kit.weights(runner, engine, routing=plan.routing)
+    return WorkerCore(weights, True, store, engine, bridge, kit.grammars()), runner
 
 
 @asynccontextmanager
@@ -168,9 +169,10 @@ async def _decode_worker(plan: WorkerPlan, listener: Listener | None) -> AsyncIt
                 HandoffReceiver(
                     listener,
                     core.store,
-                    handoff_identity(core, instance_id),
+                    lambda: handoff_identity(core, instance_id),
                     timeout_s=plan.timeout_s,
                     credit_bytes=plan.credit_bytes,
+                    known_versions=lambda: core.engine.known_weight_versions,
                     handler=intake,
                 )
             )
@@ -194,7 +196,7 @@ async def _prefill_worker(plan: WorkerPlan, connector: ValvedConnector) -> Async
         await stack.enter_async_context(running_engine(core))
         stack.push_async_callback(connector.close)
         sender = await stack.enter_async_context(
-            HandoffSender(connector, core.store, handoff_identity(core, instance_id), timeout_s=plan.timeout_s)
+            HandoffSender(connector, core.store, lambda: handoff_identity(core, instance_id), timeout_s=plan.timeout_s)
         )
         service, server = PrefillService(core, sender, lifecycle), WorkerServer(settings, lifecycle)
         add_worker_service(

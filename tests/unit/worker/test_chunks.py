@@ -3,14 +3,17 @@
 import numpy as np
 import pytest
 
-from common.messages import finish_from_pb
+from common.messages import finish_from_pb, token_to_pb
 from common.pb import decode_pb2
-from common.sampling import Finish, FinishReason, SampledToken
-from decode_worker.chunks import Chunker
+from common.prompt_logprobs import empty
+from common.sampling import Finish, FinishReason, SampledToken, TokenLogprob
+from decode_worker.chunks import TOKEN_BYTES, Chunker, token_bytes
 from decode_worker.outbox import Batch
 
 LAYERS, TOP_K = 3, 2
 ROW_BYTES = LAYERS * TOP_K
+#: Fields of a message beside tokens and rows, and the tags and lengths of these.
+FRAME_BYTES = 24
 LENGTH = Finish(FinishReason.LENGTH)
 
 
@@ -18,7 +21,7 @@ def batch(num_tokens: int, num_rows: int, first_row: int, finish: Finish | None 
     """Tokens and rows that carry their own number."""
     numbers = np.arange(first_row, first_row + num_rows, dtype=np.uint8)
     rows = np.broadcast_to(numbers[:, None, None], (num_rows, LAYERS, TOP_K))
-    return Batch([SampledToken(t) for t in range(num_tokens)], [rows] if num_rows else [], finish)
+    return Batch(0, [SampledToken(t) for t in range(num_tokens)], [rows] if num_rows else [], [], finish)
 
 
 def sent(chunker: Chunker, *batches: Batch) -> list[decode_pb2.TokenChunk]:
@@ -38,12 +41,12 @@ def test_every_message_keeps_the_row_rule(prompt: int, counts: list[int], rows_p
         finish = LENGTH if index == len(counts) - 1 else None
         batches.append(batch(count, new, num_rows, finish))
         num_rows += new
-    messages = sent(Chunker(rows_per_message * ROW_BYTES), *batches)
+    messages = sent(Chunker(rows_per_message * (TOKEN_BYTES + ROW_BYTES)), *batches)
     seen_tokens, seen_rows = 0, 0
     for message in messages:
         seen_tokens += len(message.tokens)
         seen_rows += message.num_rows
-        assert message.num_rows <= rows_per_message
+        assert message.ByteSize() <= rows_per_message * (TOKEN_BYTES + ROW_BYTES) + FRAME_BYTES
         assert len(message.routing_rows) == message.num_rows * ROW_BYTES
         if seen_tokens:
             assert seen_rows == prompt + seen_tokens - 1
@@ -57,16 +60,57 @@ def test_every_message_keeps_the_row_rule(prompt: int, counts: list[int], rows_p
 
 def test_rows_ahead_then_tokens() -> None:
     """Prompt rows that went ahead leave the first token without a row of its own."""
-    messages = sent(Chunker(2 * ROW_BYTES), batch(0, 5, 0), batch(4, 3, 5, LENGTH))
-    assert [(len(m.tokens), m.num_rows) for m in messages] == [(0, 2), (0, 2), (0, 1), (2, 1), (2, 2)]
+    messages = sent(Chunker(2 * (TOKEN_BYTES + ROW_BYTES)), batch(0, 30, 0), batch(4, 3, 30, LENGTH))
+    # 76 bytes hold 12 rows, or two tokens with their rows.
+    assert [(len(m.tokens), m.num_rows) for m in messages] == [(0, 12), (0, 12), (0, 6), (2, 1), (2, 2)]
 
 
 def test_without_routing_everything_is_one_message() -> None:
-    [message] = sent(Chunker(1), batch(50, 0, 0, Finish(FinishReason.STOP, 7)))
+    [message] = sent(Chunker(), batch(50, 0, 0, Finish(FinishReason.STOP, 7)))
     assert (len(message.tokens), message.num_rows, message.stop_token_id) == (50, 0, 7)
 
 
 def test_an_abort_has_neither() -> None:
-    [message] = sent(Chunker(), Batch(finish=Finish(FinishReason.ABORT)))
+    [message] = sent(Chunker(), Batch(3, finish=Finish(FinishReason.ABORT)))
+    assert message.choice == 3
     assert not message.HasField("stop_token_id")
     assert finish_from_pb(message.finish_reason) is FinishReason.ABORT
+
+
+def test_an_end_without_tokens_is_told_after_all_rows() -> None:
+    messages = sent(Chunker(2 * ROW_BYTES), batch(0, 5, 0, Finish(FinishReason.ABORT)))
+    assert [m.num_rows for m in messages] == [2, 2, 1, 0]
+    assert [finish_from_pb(m.finish_reason) for m in messages] == [None, None, None, FinishReason.ABORT]
+
+
+def large_token(num_masked: int, num_top: int) -> SampledToken:
+    """The largest ids, and a label of some length."""
+    logprob = TokenLogprob(2**32 - 1, -1.5, 2**32 - 1)
+    return SampledToken(2**32 - 1, logprob, (logprob,) * num_top, (2**32 - 1,) * num_masked or None, "step-12345")
+
+
+@pytest.mark.parametrize(("num_masked", "num_top"), [(0, 0), (0, 20), (2_000, 0), (2_000, 20)])
+def test_masks_and_logprobs_count_too(num_masked: int, num_top: int) -> None:
+    """One slow reader's backlog of large tokens: many messages, none larger than it may be."""
+    token, limit = large_token(num_masked, num_top), 40_000
+    assert token_to_pb(token).ByteSize() <= token_bytes(token)
+    messages = sent(Chunker(limit), Batch(0, [token] * 500, [], [], LENGTH))
+    assert sum(len(m.tokens) for m in messages) == 500
+    assert max(m.ByteSize() for m in messages) <= limit + FRAME_BYTES + 4 * 500
+    assert max(len(m.tokens) for m in messages) == min(500, limit // token_bytes(token))
+
+
+def test_a_token_that_is_too_large_travels_alone() -> None:
+    messages = sent(Chunker(100), Batch(0, [large_token(2_000, 0)] * 3, [], [], LENGTH))
+    assert [len(m.tokens) for m in messages] == [1, 1, 1]
+
+
+def test_prompt_logprobs_go_ahead_in_parts() -> None:
+    entries = empty(10, 1)
+    entries["rank"] = np.arange(20).reshape(10, 2)
+    messages = sent(Chunker(4 * 24), Batch(0, [SampledToken(5)], [], [entries], LENGTH))
+    assert [len(m.prompt_logprobs) // 24 for m in messages] == [4, 4, 2, 0]
+    assert [len(m.tokens) for m in messages] == [0, 0, 0, 1]
+    assert b"".join(m.prompt_logprobs for m in messages) == entries.tobytes()
+    [whole] = sent(Chunker(), Batch(0, [SampledToken(5)], [], [entries], LENGTH))
+    assert whole.prompt_logprobs == entries.tobytes()

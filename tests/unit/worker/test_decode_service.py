@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from common.engine.grammar import GrammarCompiler
 from common.engine.loop import Engine
 from common.engine.request import BlocksLeased, EngineEvent, EngineRequest, Progress, RequestId
 from common.handoff.leases import LeaseRef
@@ -35,8 +36,8 @@ class FakeEngine:
         self.commands.append("submit")
         self.submitted.set()
 
-    def abort(self, request_id: RequestId) -> None:
-        self.commands.append("abort")
+    def abort(self, request_id: RequestId, choice: int | None = None) -> None:
+        self.commands.append("abort" if choice is None else f"abort {choice}")
 
     def cancel(self, request_id: RequestId) -> None:
         self.commands.append("cancel")
@@ -75,13 +76,21 @@ class Rig:
         self.bridge.start()
         self.sent: list[decode_pb2.GenerateEvent] = []
         core = SimpleNamespace(
-            bridge=self.bridge, engine=self.engine, description=types_pb2.ModelDescription(routing_enabled=True)
+            bridge=self.bridge,
+            engine=self.engine,
+            description=types_pb2.ModelDescription(routing_enabled=True),
+            grammars=GrammarCompiler(None, 300, frozenset()),
         )
         intake = Intake(cast(Engine, self.engine))
         self.service = DecodeService(cast(WorkerCore, core), cast(HandoffReceiver, self.receiver), intake, Lifecycle())
 
-    def call(self) -> asyncio.Task[None]:
-        request = decode_pb2.GenerateRequest(request_id=ID, token_ids=[1], prefill_site=decode_pb2.PREFILL_SITE_REMOTE)
+    def call(self, *, n: int = 1) -> asyncio.Task[None]:
+        request = decode_pb2.GenerateRequest(
+            request_id=ID,
+            token_ids=[1],
+            sampling=types_pb2.SamplingParams(n=n),
+            prefill_site=decode_pb2.PREFILL_SITE_REMOTE,
+        )
         return asyncio.create_task(self.service.Generate(request, cast(Any, self)))
 
     async def write(self, event: decode_pb2.GenerateEvent) -> None:
@@ -138,3 +147,37 @@ async def test_abort_of_a_leased_request_revokes_first(rig: Rig) -> None:
     await rig.tell(Progress(ID, (), None, Finish(FinishReason.ABORT)))
     await call
     assert rig.engine.commands[:3] == ["submit", "revoked", "abort"]
+
+
+async def test_choices_are_aborted_one_by_one_and_the_last_one_revokes(rig: Rig) -> None:
+    """Until the first tokens are there a choice ends by an abort only; with the last one the handoff is pointless."""
+    call = rig.call(n=2)
+    await rig.engine.submitted.wait()
+    await rig.tell(BlocksLeased(ID, (BlockId(3),)))
+    await rig.receiver.granted.wait()
+    assert await rig.service.abort(ID, 1)
+    await rig.tell(Progress(ID, (), None, Finish(FinishReason.ABORT), 1))
+    assert not await rig.service.abort(ID, 2)
+    rig.receiver.written.set()
+    assert await rig.service.abort(ID, 0)
+    await rig.tell(Progress(ID, (), None, Finish(FinishReason.ABORT), 0))
+    await call
+    assert rig.engine.commands[:4] == ["submit", "abort 1", "revoked", "abort"]
+    ends = [event.chunk for event in rig.sent if event.HasField("chunk")]
+    assert [(chunk.choice, chunk.finish_reason) for chunk in ends] == [
+        (1, types_pb2.FINISH_REASON_ABORT),
+        (0, types_pb2.FINISH_REASON_ABORT),
+    ]
+
+
+async def test_an_abort_of_one_choice_does_not_keep_the_others_from_their_lease(rig: Rig) -> None:
+    call = rig.call(n=2)
+    await rig.engine.submitted.wait()
+    assert await rig.service.abort(ID, 0)
+    await rig.tell(Progress(ID, (), None, Finish(FinishReason.ABORT), 0))
+    await rig.tell(BlocksLeased(ID, (BlockId(3),)))
+    await rig.receiver.granted.wait()
+    rig.receiver.written.set()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call

@@ -8,6 +8,7 @@ import pytest
 from common.engine.request import BlocksLeased, Failed, Progress, RequestId
 from common.errors import InternalError, WorkerLostError
 from common.kv.pool import BlockId
+from common.prompt_logprobs import PromptLogprobs, empty
 from common.sampling import Finish, FinishReason, SampledToken
 from decode_worker.outbox import Outbox
 
@@ -22,7 +23,7 @@ async def test_tokens_and_rows_coalesce() -> None:
     outbox = Outbox()
     outbox.put(progress(1, rows=3))
     outbox.put(progress(2, rows=1, finish=Finish(FinishReason.LENGTH)))
-    batch = await outbox.take()
+    [batch] = await outbox.take()
     assert [t.token_id for t in batch.tokens] == [1, 2]
     assert batch.rows_TLK is not None
     assert batch.rows_TLK[:, 0, 0].tolist() == [1, 1, 1, 2]
@@ -35,10 +36,10 @@ async def test_take_waits_and_starts_afresh() -> None:
     await asyncio.sleep(0)
     assert not taking.done()
     outbox.put(progress(1, rows=0))
-    first = await taking
+    [first] = await taking
     assert first.rows_TLK is None
     outbox.put(progress(2, rows=1))
-    second = await outbox.take()
+    [second] = await outbox.take()
     assert [t.token_id for t in second.tokens] == [2]
 
 
@@ -63,7 +64,46 @@ async def test_no_lease_for_a_request_that_ended() -> None:
     aborted, failed = Outbox(), Outbox()
     aborted.put(Progress(ID, (), None, Finish(FinishReason.ABORT)))
     assert await aborted.leased() is None
-    assert (await aborted.take()).finish == Finish(FinishReason.ABORT)
+    assert [batch.finish for batch in await aborted.take()] == [Finish(FinishReason.ABORT)]
     failed.fail(WorkerLostError("gone"))
     with pytest.raises(WorkerLostError):
         await failed.leased()
+
+
+async def test_choices_do_not_mix() -> None:
+    outbox = Outbox(3)
+    outbox.put(Progress(ID, (SampledToken(7),), None, None, 2))
+    outbox.put(Progress(ID, (SampledToken(5),), None, None, 0))
+    outbox.put(Progress(ID, (SampledToken(8),), None, Finish(FinishReason.LENGTH), 2))
+    batches = await outbox.take()
+    assert [(b.choice, [t.token_id for t in b.tokens]) for b in batches] == [(0, [5]), (2, [7, 8])]
+    assert [b.finish for b in batches] == [None, Finish(FinishReason.LENGTH)]
+
+
+async def test_the_end_of_one_choice_is_not_the_end_of_the_request() -> None:
+    outbox = Outbox(2)
+    waiting = asyncio.create_task(outbox.leased())
+    outbox.put(Progress(ID, (), None, Finish(FinishReason.ABORT), 1))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    outbox.put(BlocksLeased(ID, (BlockId(4),)))
+    assert await waiting == (4,)
+
+
+async def test_prompt_logprobs_coalesce_whichever_way_they_come() -> None:
+    outbox, entries = Outbox(2), empty(4, 0)
+    entries["token_id"] = [[0], [1], [2], [3]]
+    outbox.put(Progress(ID, (), None, None, 0, PromptLogprobs(entries[:1])))
+    outbox.put_prompt_logprobs(PromptLogprobs(entries[1:4]))
+    [batch] = await outbox.take()
+    assert batch.prompt_logprobs is not None
+    assert batch.prompt_logprobs.tobytes() == entries.tobytes()
+
+
+async def test_prompt_logprobs_of_an_aborted_choice_are_void() -> None:
+    outbox = Outbox(2)
+    outbox.put(Progress(ID, (), None, Finish(FinishReason.ABORT), 0))
+    outbox.put_prompt_logprobs(empty(1, 0))
+    [batch] = await outbox.take()
+    assert batch.prompt_logprobs is None
