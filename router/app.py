@@ -83,7 +83,7 @@ def _application(settings: RouterSettings, surface: Surface, guard: Guard, cors:
         middlewares=[errors_as_json, bound_sizes, answer_preflights, require_key],
         client_max_size=settings.max_body_bytes,
     )
-    described = document(surface.title, surface.operations, secured=guard.keys is not None)
+    described = document(surface.title, surface.operations, guard.needs_key)
     app[SETTINGS] = settings
     app[GUARD] = guard
     app[CORS] = cors

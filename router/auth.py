@@ -71,12 +71,18 @@ class Guard:
         """Raises AuthenticationError unless the request may go on."""
         resource = request.match_info.route.resource
         # Not the path as sent: a route is protected however its path was spelled.
-        path = resource.canonical if resource is not None else None
-        if path in OPEN_PATHS:
-            return
-        keys = self.admin_keys if path in self.admin_paths else self.keys
+        keys = self._keys_of(resource.canonical if resource is not None else None)
         if keys is not None:
             _check_key(request, keys)
+
+    def needs_key(self, path: str) -> bool:
+        """Whether the route with that path does."""
+        return self._keys_of(path) is not None
+
+    def _keys_of(self, path: str | None) -> KeyRing | None:
+        if path in OPEN_PATHS:
+            return None
+        return self.admin_keys if path in self.admin_paths else self.keys
 
 
 def _check_key(request: web.Request, keys: KeyRing) -> None:

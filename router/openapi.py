@@ -1,7 +1,7 @@
 """OpenAPI 3.1 documents, generated from the pydantic schemas. `scripts/generate_openapi.py` writes them to docs/."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from router.auth import OPEN_PATHS
 from router.operation import BODY_ERRORS, Operation
 from router.response_schemas import ErrorResponse
 
@@ -39,13 +38,15 @@ def json_text(described: dict[str, Any]) -> str:
     return json.dumps(described, indent=1) + "\n"
 
 
-def document(title: str, operations: Sequence[Operation], *, secured: bool = False) -> dict[str, Any]:
-    """The whole document as JSON values. `secured`: routes outside OPEN_PATHS need a key."""
+def document(
+    title: str, operations: Sequence[Operation], needs_key: Callable[[str], bool] = lambda path: False
+) -> dict[str, Any]:
+    """The whole document as JSON values. `needs_key` tells of a path whether the client must send a key."""
     paths: dict[str, Any] = {}
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, secured)
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, needs_key(operation.path))
     components: dict[str, Any] = {"schemas": _schemas(operations)}
-    if secured:
+    if any(map(needs_key, paths)):
         components["securitySchemes"] = _SECURITY_SCHEMES
     return {
         "openapi": "3.1.0",
@@ -67,8 +68,7 @@ def _schemas(operations: Sequence[Operation]) -> dict[str, Any]:
     return schemas
 
 
-def _operation(operation: Operation, secured: bool) -> dict[str, Any]:
-    needs_key = secured and operation.path not in OPEN_PATHS
+def _operation(operation: Operation, needs_key: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": operation.id,
         "summary": operation.summary,
