@@ -165,7 +165,8 @@ def _folder(path: str) -> Path:
     try:
         found = folder.is_dir()
     except (OSError, ValueError) as error:  # too long a name, or a NUL in it
-        raise InvalidRequestError(f"path {path[:200]!r} cannot be read: {error}", param="path") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidRequestError(f"path {path[:200]!r} cannot be read: {reason}", param="path") from error
     if not found:
         raise InvalidRequestError(f"path {path[:200]!r} is no directory on the worker's machine", param="path")
     return folder

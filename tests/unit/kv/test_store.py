@@ -92,3 +92,17 @@ def test_nothing_to_clear_or_to_free_is_fine() -> None:
     here = store(poison=True)
     here.clear_blocks([])
     here.free_blocks([])
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_released_memory_comes_back_blank(poison: bool) -> None:
+    kept = store(poison=poison)
+    slots = slots_of(BLOCKS, 0, 12, 4)
+    kept.write_kv(slots, torch.ones(3, 2, 12, 2, 4, dtype=torch.bfloat16))
+    shape = kept.kv_L2SGD.shape
+    kept.release()
+    assert kept.kv_L2SGD.untyped_storage().nbytes() == 0
+    kept.restore()
+    assert (kept.kv_L2SGD.shape, kept.kv_L2SGD.dtype) == (shape, torch.bfloat16)
+    content = kept.read_kv(slots)
+    assert bool(content.isnan().all() if poison else (content == 0).all())
