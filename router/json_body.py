@@ -47,8 +47,9 @@ class UnknownFields:
                 self._seen.add(name[:64])
                 log.warning("unknown_field_ignored", field=name[:64], schema=type(model).__name__)
         for key, name in fields.items():
-            if isinstance(inner := getattr(model, name), BaseModel):
-                self.note(raw[key], inner)
+            # A field may be sent in another form than it is kept in.
+            if isinstance(inner := getattr(model, name), BaseModel) and isinstance(sent := raw[key], dict):
+                self.note(sent, inner)
 
 
 async def read_body(request: web.Request, cls: type[ModelT], unknown: UnknownFields) -> ModelT:

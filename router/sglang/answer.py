@@ -11,6 +11,7 @@ from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, FinishReason, SampledToken, TokenLogprob
 from router.answer import finite, weight_versions
+from router.plan import Plan
 from router.serve import ChoiceState, Job, Outcome, RowsMode
 from router.sglang.response_schemas import (
     InputLogprobTriple,
@@ -121,21 +122,23 @@ class SglangDialect:
         """What only the last event of a choice carries, because it would be too large to repeat."""
         found: dict[str, object] = {}
         if self.options.logprobs:
-            found |= self._input_logprobs(job.prompt_logprobs(state.plan), tokenizer)
+            found |= self._input_logprobs(state.plan, job.prompt_logprobs(state.plan), tokenizer)
         rows_TLK = piece.rows_TLK
         if rows_TLK is not None:
             found |= {"routed_experts": flat_int32(rows_TLK), "routed_experts_start_len": piece.rows_start}
         return found
 
-    def _input_logprobs(self, scores: PromptLogprobs | None, tokenizer: Tokenizer | None) -> dict[str, object]:
-        """As SGLang: the first entry is null, because its forward passes begin there."""
+    def _input_logprobs(
+        self, plan: Plan, scores: PromptLogprobs | None, tokenizer: Tokenizer | None
+    ) -> dict[str, object]:
+        """As SGLang: the first logprob is null, because its forward passes begin there."""
         start = self.options.input_start
         positions = [] if scores is None or start is None else scores[start:].tolist()
         own: list[InputLogprobTriple] = []
         top: list[list[LogprobTriple] | None] = []
-        for at, position in enumerate(positions):
-            (own_id, logprob, _), *others = position
-            own.append((None if at == 0 else finite(logprob), own_id, _text(own_id, tokenizer)))
+        for at, ((_, logprob, _), *others) in enumerate(positions):
+            token_id = plan.token_ids[(start or 0) + at]
+            own.append((None if at == 0 else finite(logprob), token_id, _text(token_id, tokenizer)))
             top.append(None if at == 0 else [(finite(value), i, _text(i, tokenizer)) for i, value, _ in others])
         return {"input_token_logprobs": own} | ({"input_top_logprobs": top} if self.options.num_top else {})
 

@@ -22,10 +22,7 @@ from router.sglang.translate import (
     is_batch,
     logprob_start,
     prompts_of,
-    sampling_of,
     sglang_names,
-    uniform,
-    wants_logprobs,
 )
 from router.validate import request_id
 
@@ -37,7 +34,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     app = request.app
     with app[METRICS].request("sglang_generate") as clock:
         body = await read_body(request, SglangGenerateRequest, app[UNKNOWN_FIELDS])
-        sampling, tokenizer = sampling_of(body), app[TEXT].tokenizer
+        sampling, tokenizer = body.sampling_params or SglangSamplingParams(), app[TEXT].tokenizer
         with sglang_names(sampling):
             prompts = await asyncio.to_thread(prompts_of, body, tokenizer) if body.text else prompts_of(body, tokenizer)
             ask = ask_of(body, sampling, prompts, wants_text=tokenizer is not None)
@@ -58,8 +55,8 @@ def _options(body: SglangGenerateRequest, sampling: SglangSamplingParams, name: 
     return SglangOptions(
         ids=choice_ids(name, body.rid, num_prompts, sampling.n or 1) if batch else [name],
         batch=batch,
-        logprobs=wants_logprobs(body),
-        num_top=uniform("top_logprobs_num", body.top_logprobs_num) or 0,
+        logprobs=bool(body.return_logprob),
+        num_top=body.top_logprobs_num or 0,
         input_start=logprob_start(body),
         text_in_logprobs=bool(body.return_text_in_logprobs),
     )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from common.sampling import INT64_MAX
 from router.request_schemas import (
@@ -20,6 +20,15 @@ Unsupported = Annotated[Any, Field(description="Not supported: only null, false 
 
 NumTop = Annotated[int, Field(ge=0, le=INT32_MAX)]
 LogprobStart = Annotated[int, Field(ge=-1)]
+
+
+def _shared(value: object) -> object:
+    """What a batch spells once per prompt, once."""
+    if not isinstance(value, list):
+        return value
+    if not value or any(each != value[0] for each in value[1:]):
+        raise ValueError("the prompts of one request share their parameters; send those that differ apart")
+    return value[0]
 
 
 class SglangSamplingParams(RequestModel):
@@ -51,21 +60,32 @@ class SglangSamplingParams(RequestModel):
     custom_params: Unsupported = None
 
 
+SharedSampling = Annotated[
+    SglangSamplingParams | None,
+    BeforeValidator(_shared, json_schema_input_type=SglangSamplingParams | list[SglangSamplingParams] | None),
+]
+SharedFlag = Annotated[bool | None, BeforeValidator(_shared, json_schema_input_type=bool | list[bool] | None)]
+SharedStart = Annotated[
+    LogprobStart | None, BeforeValidator(_shared, json_schema_input_type=LogprobStart | list[LogprobStart] | None)
+]
+SharedNumTop = Annotated[NumTop | None, BeforeValidator(_shared, json_schema_input_type=NumTop | list[NumTop] | None)]
+
+
 class SglangGenerateRequest(RequestModel):
-    """Body of POST /generate. Lists, one entry per prompt, are for batches; their entries must be equal."""
+    """Body of POST /generate. Parameters may be lists, one entry per prompt; their entries must be equal."""
 
     input_ids: TokenIds | list[TokenIds] | None = Field(None, description="One prompt, or several.")
     text: str | list[str] | None = Field(None, description="The same as text; exactly one of the two.")
-    sampling_params: SglangSamplingParams | list[SglangSamplingParams] | None = None
+    sampling_params: SharedSampling = None
     rid: str | list[str] | None = Field(
         None, description="Id of the request, or one per prompt; the header X-Request-Id wins over a single one."
     )
     stream: bool | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: LogprobStart | list[LogprobStart] | None = Field(
+    return_logprob: SharedFlag = None
+    logprob_start_len: SharedStart = Field(
         None, description="First prompt position with a logprob, with `return_logprob`; -1: none."
     )
-    top_logprobs_num: NumTop | list[NumTop] | None = Field(None, description="Alternatives per token.")
+    top_logprobs_num: SharedNumTop = Field(None, description="Alternatives per token.")
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = Field(None, description="Absent: no rows, as in SGLang.")
     routed_experts_start_len: int | None = Field(

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from common.errors import InvalidRequestError, RequestError
 from router.plan import Ask
@@ -11,8 +10,6 @@ from router.request_schemas import SamplingFields, StructuredOutputs
 from router.sglang.request_schemas import SglangGenerateRequest, SglangSamplingParams
 from router.text.tokenizer import Tokenizer
 from router.validate import tokenizer_or_refusal
-
-ValueT = TypeVar("ValueT")
 
 _UNSUPPORTED = (
     *("token_ids_logprob", "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params"),
@@ -57,22 +54,6 @@ def is_batch(body: SglangGenerateRequest, sampling: SglangSamplingParams) -> boo
     return several_prompts or (sampling.n or 1) > 1
 
 
-def sampling_of(body: SglangGenerateRequest) -> SglangSamplingParams:
-    """The one set of parameters of all prompts."""
-    return uniform("sampling_params", body.sampling_params) or SglangSamplingParams()
-
-
-def uniform(name: str, value: ValueT | list[ValueT] | None) -> ValueT | None:
-    """A value that a batch may spell once per prompt. Raises InvalidRequestError if prompts differ in it."""
-    if not isinstance(value, list):
-        return value
-    if not value or any(each != value[0] for each in value[1:]):
-        raise InvalidRequestError(
-            f"{name}: the prompts of one request share their parameters; send those that differ apart", param=name
-        )
-    return value[0]
-
-
 def ask_of(
     body: SglangGenerateRequest, sampling: SglangSamplingParams, prompts: Sequence[Sequence[int]], *, wants_text: bool
 ) -> Ask:
@@ -95,14 +76,10 @@ def ask_of(
     )
 
 
-def wants_logprobs(body: SglangGenerateRequest) -> bool:
-    return bool(uniform("return_logprob", body.return_logprob))
-
-
 def logprob_start(body: SglangGenerateRequest) -> int | None:
     """First prompt position with a logprob; None if the request asks for none of the prompt."""
-    start = uniform("logprob_start_len", body.logprob_start_len)
-    return start if wants_logprobs(body) and start is not None and start >= 0 else None
+    start = body.logprob_start_len
+    return start if body.return_logprob and start is not None and start >= 0 else None
 
 
 @contextmanager
@@ -131,7 +108,7 @@ def _refuse_unsupported(fields: SglangGenerateRequest | SglangSamplingParams, na
 
 
 def _sampling_fields(body: SglangGenerateRequest, sampling: SglangSamplingParams) -> SamplingFields:
-    num_top = (uniform("top_logprobs_num", body.top_logprobs_num) or 0) if wants_logprobs(body) else None
+    num_top = (body.top_logprobs_num or 0) if body.return_logprob else None
     return SamplingFields(
         n=sampling.n,
         temperature=sampling.temperature,

@@ -180,13 +180,17 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
                 await self._hold(num_sent, aborted)
                 await either(self.thawed, aborted)
                 if aborted.is_set():
-                    for choice in sorted(unfinished):
-                        await context.write(_event(finish_reason=types_pb2.FINISH_REASON_ABORT, choice=choice))
+                    for left in sorted(unfinished):
+                        await context.write(_event(finish_reason=types_pb2.FINISH_REASON_ABORT, choice=left))
                     return
-                if chunk.message.finish_reason:
-                    unfinished.discard(chunk.message.choice)
-                if (request.request_id, chunk.message.choice) in self.dropped:
+                choice = chunk.message.choice
+                if (request.request_id, choice) in self.dropped:
+                    if choice in unfinished:
+                        unfinished.discard(choice)
+                        await context.write(_event(finish_reason=types_pb2.FINISH_REASON_ABORT, choice=choice))
                     continue
+                if chunk.message.finish_reason:
+                    unfinished.discard(choice)
                 if self.script.break_after is not None and chunk.first_token >= self.script.break_after:
                     if self.script.decode_error:
                         raise self.script.decode_error
