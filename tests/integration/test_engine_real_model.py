@@ -18,7 +18,7 @@ from common.model.loader import load_model
 from common.model.runner import ModelRunner
 from common.model.synthesize import synthesize
 from common.sampling import SamplingParams
-from tests.unit.engine.rig import CoreRig, RigPair
+from tests.unit.engine.rig import CoreRig, RigPair, Transcript
 
 BLOCK_SIZE = 16
 
@@ -44,19 +44,19 @@ class Model:
         return SoloRunner(ModelRunner(self.decoder, store), store, self.decoder.config.eos_token_ids)
 
     def requests(self, count: int) -> list[EngineRequest]:
-        """Prompts of 1 to 70 tokens, greedy and sampled, with and without logprobs and rows."""
+        """Prompts of 1 to 70 tokens of 1 to 4 choices, greedy and sampled, with and without logprobs and rows."""
         random = np.random.default_rng(0)
         kinds = [
             SamplingParams(12, temperature=0, logprobs=2),
-            SamplingParams(1, seed=3),
+            SamplingParams(1, seed=3, prompt_logprobs=2),
             SamplingParams(9, seed=4, top_p=0.9, logprobs=0, ignore_eos=True),
-            SamplingParams(16, seed=-5, temperature=1.5, min_p=0.02, min_tokens=4),
+            SamplingParams(16, seed=-5, temperature=1.5, min_p=0.02, min_tokens=4, prompt_logprobs=0),
         ]
         return [
             EngineRequest(
                 RequestId(f"r{i}"),
                 random.integers(3, self.decoder.config.vocab_size, random.integers(1, 71)).tolist(),
-                replace(kinds[i % len(kinds)], choice=i),
+                replace(kinds[i % len(kinds)], n=1 + i % 4),
                 routing_start=None if i % 7 == 6 else 0,
             )
             for i in range(count)
@@ -86,14 +86,20 @@ def model(checkpoint: Path, request: pytest.FixtureRequest) -> Model:
     return Model(load_model(checkpoint, config, request.param, torch.device("cpu"), progress=False).decoder)
 
 
+def check_all_choices(got: Transcript, oracle: SoloRunner) -> None:
+    request = got.request
+    for choice in got.all:
+        expected = oracle.run(request.prompt, request.sampling, request.routing_start, choice=choice.choice)
+        choice.assert_equals(expected)
+
+
 def test_mixed_batches_equal_solo_runs(model: Model) -> None:
     rig, oracle = model.rig(num_blocks=24, chunk=16), model.solo()
     transcripts = [rig.submit(request) for request in model.requests(20)]
     rig.run()
     assert rig.core.stats.step_failures == 0
     for got in transcripts:
-        request = got.request
-        got.assert_equals(oracle.run(request.prompt, request.sampling, request.routing_start))
+        check_all_choices(got, oracle)
     rig.assert_baseline()
 
 
@@ -103,7 +109,7 @@ def test_handoffs_equal_solo_runs(model: Model) -> None:
         got = pair.start(request)
         pair.hand_over(request.request_id)
         pair.decode.run()
-        got.assert_equals(oracle.run(request.prompt, request.sampling, request.routing_start))
+        check_all_choices(got, oracle)
     assert pair.decode.core.stats.prompt_tokens_computed == 0
     pair.prefill.assert_baseline()
     pair.decode.assert_baseline()

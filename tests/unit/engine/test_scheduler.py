@@ -1,5 +1,7 @@
 """Who is admitted when, and what each round computes."""
 
+from dataclasses import replace
+
 import pytest
 
 from common.engine.group import ChoiceGroup
@@ -17,8 +19,11 @@ class Bench:
         self.pool = BlockPool(num_blocks + 1)
         self.scheduler = Scheduler(self.pool, limits(max_num_batched_tokens=budget, max_num_seqs=seats), block_size=4)
 
-    def add(self, name: str, num_prompt: int, max_tokens: int = 4, work: Work = Work.WHOLE) -> None:
-        self.scheduler.add(make_request(name, [5] * num_prompt, greedy(max_tokens), work=work))
+    def add(
+        self, name: str, num_prompt: int, max_tokens: int = 4, work: Work = Work.WHOLE, *, priority: int = 0
+    ) -> None:
+        request = make_request(name, [5] * num_prompt, greedy(max_tokens), work=work)
+        self.scheduler.add(replace(request, priority=priority))
 
     def admit(self) -> list[str]:
         return [s.request.request_id for s in self.scheduler.admit()]
@@ -101,6 +106,25 @@ def test_the_line_waits_for_blocks_and_nobody_overtakes() -> None:
     assert bench.admit() == ["large"]
     bench.scheduler.remove_group(bench.group("large"))
     assert bench.admit() == ["small"]
+
+
+def test_the_line_is_ordered_by_priority_then_arrival() -> None:
+    bench = Bench(seats=1)
+    for name, priority in [("a", 0), ("b", 5), ("c", -1), ("d", 0), ("e", -1), ("f", 5)]:
+        bench.add(name, 1, max_tokens=1, priority=priority)
+    order = []
+    while bench.scheduler.live:
+        order += [name for name, _, _ in bench.plan()]
+    assert order == ["c", "e", "a", "d", "b", "f"]
+
+
+def test_removing_from_the_middle_of_the_line_keeps_its_order() -> None:
+    bench = Bench(seats=1)
+    for name in "abcd":
+        bench.add(name, 1, max_tokens=1)
+    bench.scheduler.remove_group(bench.group("b"))
+    assert bench.scheduler.check_invariants() == []
+    assert [bench.plan()[0][0] for _ in range(3)] == ["a", "c", "d"]
 
 
 @pytest.mark.parametrize(("budget", "seats"), [(8, 2), (2, 8)])
