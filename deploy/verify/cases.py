@@ -1,90 +1,89 @@
 """Random requests for `moerelay verify`: a pure function of the seed, so that two runs can be compared."""
 
 import random
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from common.sampling import INT64_MAX, INT64_MIN, SamplingParams
+from common.routing.record import RoutingArray
+from deploy.verify.case import MAX_USER_TURN, Case, CaseLimits, FirstTurn, Form, Wire
+from deploy.verify.draw import draw_sampling
 
 #: Lengths around the edges of blocks of 16 tokens, where off-by-one errors live.
 _EDGE_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33)
-#: Each so many requests, one repeats its predecessor in another form.
+#: Each so many requests, one repeats its predecessor in another form, and one goes on where its predecessor ended.
 _REPEAT_EVERY = 5
+_CONTINUE_EVERY, _CONTINUE_AT = 10, 7
 _NUM_SHARED_PREFIXES = 3
 
 
-class Form(StrEnum):
-    """How the answer is asked for; the bytes must not depend on it."""
-
-    WHOLE = "whole"
-    DELTA = "delta"
-    FINAL = "final"
-
-
-@dataclass(frozen=True, slots=True)
-class CaseLimits:
-    """What requests may look like; lengths are upper bounds."""
-
-    vocab_size: int
-    max_model_len: int
-    max_prompt: int
-    max_output: int
-    eos_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One request. `sampling.max_tokens` is clamped to the context already; `asked_max_tokens` is what is sent."""
-
-    index: int
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    asked_max_tokens: int
-    routing_start: int
-    form: Form
-
-    def body(self) -> dict[str, Any]:
-        """The JSON body of POST /inference/v1/generate. Every field is explicit: no default of the server counts."""
-        s = self.sampling
-        sampling: dict[str, Any] = {
-            "max_tokens": self.asked_max_tokens,
-            "min_tokens": s.min_tokens,
-            "temperature": s.temperature,
-            "top_p": s.top_p,
-            "top_k": s.top_k,
-            "min_p": s.min_p,
-            "seed": s.seed,
-            "stop_token_ids": sorted(s.stop_token_ids),
-            "ignore_eos": s.ignore_eos,
-            "logprobs": s.logprobs,
-            "logit_bias": {str(token_id): bias for token_id, bias in s.logit_bias.items()},
-            "routed_experts_prompt_start": self.routing_start,
-        }
-        body: dict[str, Any] = {"token_ids": list(self.prompt), "sampling_params": sampling}
-        if self.form is not Form.WHOLE:
-            body |= {"stream": True, "stream_options": {"include_usage": True, "routed_experts": self.form.value}}
-        return body
-
-
 def make_case(seed: int, index: int, limits: CaseLimits) -> Case:
-    """Request number `index` of the run that `seed` names."""
+    """Request number `index` of the run that `seed` names; what it is by itself if it could continue another one."""
     if index % _REPEAT_EVERY == _REPEAT_EVERY - 1:
         previous = make_case(seed, index - 1, limits)
         forms = list(Form)
-        return replace(previous, index=index, form=forms[(forms.index(previous.form) + 1) % len(forms)])
-    rng = random.Random(f"{seed}:{index}")
+        return _in_form(replace(previous, index=index), forms[(forms.index(previous.form) + 1) % len(forms)])
+    rng = _rng(seed, index)
     prompt = _prompt(rng, seed, limits)
     asked = rng.choice((1, 2, limits.max_output, rng.randint(1, limits.max_output)))
-    max_tokens = min(asked, limits.max_model_len - len(prompt))
-    return Case(
+    asked, sampling, text = draw_sampling(rng, len(prompt), asked, limits)
+    case = Case(
         index=index,
         prompt=prompt,
-        sampling=_sampling(rng, max_tokens, limits),
+        sampling=sampling,
         asked_max_tokens=asked,
         routing_start=rng.choice((0, 0, 0, len(prompt), rng.randint(0, len(prompt)))),
-        form=rng.choice(list(Form)),
+        form=Form.WHOLE,
+        text=text,
+        wire=_wire(rng),
     )
+    return _in_form(case, rng.choice(list(Form)))
+
+
+def conversations(seed: int, num_requests: int, limits: CaseLimits) -> Iterator[list[Case]]:
+    """All requests: alone, or with the one that goes on from its answer (`continued`)."""
+    index = 0
+    while index < num_requests:
+        has_next = (index + 1) % _CONTINUE_EVERY == _CONTINUE_AT and index + 1 < num_requests
+        turns = range(index, index + 1 + has_next)
+        yield [make_case(seed, turn, limits) for turn in turns]
+        index = turns.stop
+
+
+def continued(
+    case: Case, seed: int, first: Case, token_ids: Sequence[int], rows_TLK: RoutingArray | None, limits: CaseLimits
+) -> Case:
+    """`case` as the second turn after `first`, whose answer had these tokens and rows.
+
+    The prompt is the conversation so far and sometimes a few tokens of the user; rows are asked for from the last token
+    on, which got none in the first turn. Where there is no room for that, `case` stays by itself.
+    """
+    rng = _rng(seed, case.index)
+    total = len(first.prompt) + len(token_ids)
+    user = [rng.randrange(limits.vocab_size) for _ in range(rng.choice((0, 0, 1, MAX_USER_TURN)))]
+    prompt = (*first.prompt, *token_ids, *user)
+    room = limits.max_model_len - len(prompt)
+    if room < 1:
+        return case
+    max_tokens = min(case.sampling.max_tokens, room)
+    return replace(
+        case,
+        prompt=prompt,
+        sampling=replace(case.sampling, max_tokens=max_tokens, min_tokens=min(case.sampling.min_tokens, max_tokens)),
+        asked_max_tokens=max_tokens,
+        routing_start=total - 1,
+        first_turn=None if rows_TLK is None else FirstTurn(first.routing_start, rows_TLK),
+    )
+
+
+def _rng(seed: int, index: int) -> random.Random:
+    return random.Random(f"{seed}:{index}")
+
+
+def _in_form(case: Case, form: Form) -> Case:
+    """Events say nothing of prompt logprobs."""
+    if form is not Form.WHOLE:
+        case = replace(case, sampling=replace(case.sampling, prompt_logprobs=None))
+    return replace(case, form=form)
 
 
 def _prompt(rng: random.Random, seed: int, limits: CaseLimits) -> tuple[int, ...]:
@@ -99,34 +98,12 @@ def _prompt(rng: random.Random, seed: int, limits: CaseLimits) -> tuple[int, ...
     return tuple(own)
 
 
-def _sampling(rng: random.Random, max_tokens: int, limits: CaseLimits) -> SamplingParams:
-    stop_ids = rng.sample(range(limits.vocab_size), k=min(64, max(1, limits.vocab_size // 20)))
-    common = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.2 else 0,
-        temperature=0.0,
-        seed=rng.randint(INT64_MIN, INT64_MAX),
-        stop_token_ids=frozenset(stop_ids if rng.random() < 0.3 else ()),
-        ignore_eos=rng.random() < 0.5,
-        logprobs=rng.choice((None, None, 0, 1, 5)),
-        logit_bias=_logit_bias(rng, limits),
+def _wire(rng: random.Random) -> Wire:
+    return Wire(
+        rows_format="dict" if rng.random() < 0.25 else "npy",
+        wants_rows=rng.random() < 0.95,
+        return_token_ids=rng.random() < 0.2,
+        max_event_bytes=rng.choice((None, None, 1024, 4096)),
+        cache_salt=rng.choice((None, None, "a", "b")),
+        priority=rng.choice((0, 0, -1, 5)),
     )
-    if rng.random() < 0.4:
-        return common  # greedy
-    return replace(
-        common,
-        temperature=round(rng.uniform(0.3, 1.5), 3),
-        top_p=rng.choice((1.0, 0.9, 0.5)),
-        top_k=rng.choice((0, 1, 5, 50)),
-        min_p=rng.choice((0.0, 0.05, 0.2)),
-    )
-
-
-def _logit_bias(rng: random.Random, limits: CaseLimits) -> dict[int, float]:
-    """Mostly none; sometimes a few nudges, sometimes an end-of-sequence token that is sure to come."""
-    kind = rng.random()
-    if kind < 0.1 and limits.eos_token_ids:
-        return {min(limits.eos_token_ids): 100.0}
-    if kind < 0.3:
-        return {rng.randrange(limits.vocab_size): round(rng.uniform(-5, 5), 2) for _ in range(3)}
-    return {}

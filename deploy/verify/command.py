@@ -18,9 +18,12 @@ from common.errors import InternalError, MoerelayError
 from common.log import configure_logging
 from deploy.client import ClusterClient, Json
 from deploy.extras import needs_worker_extra
-from deploy.verify.answer import Answer, StreamedAnswer, answer_of_whole
-from deploy.verify.cases import Case, Form, make_case
+from deploy.verify.answer import Answer, RowsReader, answer_of_whole
+from deploy.verify.case import Case, CaseLimits, Form
+from deploy.verify.cases import continued, conversations
 from deploy.verify.options import VerifyOptions, parse_options
+from deploy.verify.streamed import StreamedAnswer
+from deploy.verify.switches import Switches, find_switches
 
 if TYPE_CHECKING:
     from deploy.verify.judge import Judge
@@ -45,7 +48,7 @@ async def verify(options: VerifyOptions) -> int:
     with ThreadPoolExecutor(max_workers=1) as executor:
         async with ClusterClient(options.url, max_connections=options.concurrency) as client:
             models, cluster = await client.get("/v1/models"), await client.get("/cluster")
-            load = partial(_load_judge, options, models, cluster, routing=await returns_rows(client))
+            load = partial(_load_judge, options, models, cluster, await find_switches(client))
             judge = await asyncio.get_running_loop().run_in_executor(executor, load)
             with _progress_bar(options.requests) as advance:
                 await ask_and_judge(options, client, judge, executor, advance)
@@ -56,16 +59,10 @@ async def verify(options: VerifyOptions) -> int:
     return 1 if judge.findings.total else 0
 
 
-async def returns_rows(client: ClusterClient) -> bool:
-    """Whether routing is switched on in the cluster: asks for one token. Raises MoerelayError."""
-    response = await client.generate({"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0}})
-    return answer_of_whole(response).rows_TLK is not None
-
-
-def _load_judge(options: VerifyOptions, models: Json, cluster: Json, *, routing: bool) -> "Judge":
+def _load_judge(options: VerifyOptions, models: Json, cluster: Json, switches: Switches) -> "Judge":
     with needs_worker_extra("verify"):
         from deploy.verify.judge import load_judge
-    return load_judge(options, models, cluster, routing=routing)
+    return load_judge(options, models, cluster, switches)
 
 
 @contextmanager
@@ -90,12 +87,16 @@ async def ask_and_judge(
     Raises:
         MoerelayError: a solo run failed, so that nothing can be compared.
     """
-    cases = (make_case(options.seed, index, judge.limits) for index in range(options.requests))
+    waiting = conversations(options.seed, options.requests, judge.limits)
     ended: asyncio.Queue[tuple[Case, Outcome]] = asyncio.Queue()
 
     async def ask_next() -> None:
-        for case in cases:
-            await ended.put((case, await ask(client, case, routing=judge.routing)))
+        for first, *later in waiting:
+            outcome = await ask(client, first, routing=judge.routing)
+            await ended.put((first, outcome))
+            for case in later:
+                turn = _next_turn(options.seed, first, outcome, case, judge.limits)
+                await ended.put((turn, await ask(client, turn, routing=judge.routing)))
 
     with _without_group():
         async with asyncio.TaskGroup() as group:
@@ -120,16 +121,25 @@ def _without_group() -> Iterator[None]:
                 raise
 
 
+def _next_turn(seed: int, first: Case, outcome: Outcome, case: Case, limits: CaseLimits) -> Case:
+    """`case` as what follows the first case's last choice; by itself where that one has no answer."""
+    if isinstance(outcome, MoerelayError) or not outcome.choices or not outcome.choices[-1].token_ids:
+        return case
+    choice = outcome.choices[-1]
+    return continued(case, seed, first, choice.token_ids, choice.rows_TLK, limits)
+
+
 async def ask(client: ClusterClient, case: Case, *, routing: bool) -> Outcome:
     """The answer to one request, or why there is none; `routing`: it must come with rows."""
     try:
         if case.form is Form.WHOLE:
-            return answer_of_whole(await client.generate(case.body()))
-        streamed = StreamedAnswer(case.form, len(case.prompt) - case.routing_start if routing else None)
+            rows = RowsReader(case.wire.rows_format, case.routing_start)
+            return answer_of_whole(await client.generate(case.body()), rows)
+        streamed = StreamedAnswer(case, routing=routing)
         async for event in client.stream(case.body()):
             streamed.feed(event)
         return streamed.finish()
     except MoerelayError as error:
         return error
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         return InternalError(f"the answer has not the documented form: {error!r}")

@@ -1,38 +1,62 @@
-"""Compares an answer of the cluster with the solo run of the same request, bit for bit."""
+"""Compares an answer of the cluster with the solo runs of the same request, bit for bit."""
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from common.engine.solo import SoloResult
 from common.routing.record import RoutingArray
-from common.sampling import SampledToken, TokenLogprob
-from deploy.client import Json
-from deploy.verify.answer import Answer
-from deploy.verify.cases import Case
+from deploy.client import Json, join_rows
+from deploy.verify.answer import Answer, ChoiceAnswer
+from deploy.verify.case import Case, Form
+from deploy.verify.expected import weight_versions
 from deploy.verify.findings import Difference
+from deploy.verify.logprobs import expected, expected_of_prompt, told, told_of_prompt
 
-#: How the API writes a logprob that is not finite.
-_NOT_FINITE = -9999.0
+InT = TypeVar("InT")
+OutT = TypeVar("OutT")
 
 
-def compare(case: Case, answer: Answer, solo: SoloResult) -> Iterator[Difference]:
-    """Everything in which the answer is not what it must be."""
+def compare(case: Case, answer: Answer, solos: Sequence[SoloResult]) -> Iterator[Difference]:
+    """Everything in which the answer is not what it must be; one solo run per choice, rows from `case.rows_from` on."""
     for rule in answer.broken_rules:
-        yield Difference("stream", rule)
-    expected_ids = [token.token_id for token in solo.tokens]
-    yield from _values("token_ids", answer.token_ids, expected_ids)
-    yield from _values("finish_reason", answer.finish_reason, solo.finish.reason.value)
-    yield from _values("stop_reason", answer.stop_reason, solo.finish.stop_token_id)
-    yield from _values("logprobs", _bits(answer.logprobs), _bits(_expected_logprobs(case, solo)))
-    yield from _rows(answer.rows_TLK, solo.rows_TLK)
-    p, g = len(case.prompt), len(solo.tokens)
+        yield Difference("stream" if case.form is not Form.WHOLE else "form", rule)
+    yield from _values("choices", len(answer.choices), len(solos))
+    for index, (choice, solo) in enumerate(zip(answer.choices, solos, strict=False)):
+        where = f"choice {index}: " if len(solos) > 1 else ""
+        for difference in _choice(case, choice, solo):
+            yield Difference(difference.kind, where + difference.detail)
+    scores = solos[0].prompt_logprobs
+    expected_scores = None if scores is None else expected_of_prompt(scores)
+    yield from _values("prompt_logprobs", _if_any(answer.prompt_logprobs, told_of_prompt), expected_scores)
+    prompt = list(case.prompt) if case.wire.return_token_ids else None
+    yield from _values("prompt_token_ids", answer.prompt_token_ids, prompt)
+    p, g = len(case.prompt), sum(len(solo.tokens) for solo in solos)
     usage = {name: answer.usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     yield from _values("usage", usage, {"prompt_tokens": p, "completion_tokens": g, "total_tokens": p + g})
+
+
+def _choice(case: Case, choice: ChoiceAnswer, solo: SoloResult) -> Iterator[Difference]:
+    yield from _values("token_ids", choice.token_ids, [token.token_id for token in solo.tokens])
+    yield from _values("finish_reason", choice.finish_reason, solo.finish.reason.value)
+    yield from _values("stop_reason", choice.stop_reason, solo.finish.stop_reason)
+    logprobs = None if case.sampling.logprobs is None else expected(solo.tokens)
+    yield from _values("logprobs", _if_any(choice.logprobs, told), logprobs)
+    masks = [list(token.mask) for token in solo.tokens if token.mask is not None]
+    yield from _values("sampling_mask", choice.masks, masks or None)
+    yield from _values("weight_versions", choice.weight_versions, weight_versions(solo))
+    own_TLK = None if solo.rows_TLK is None else solo.rows_TLK[case.routing_start - case.rows_from :]
+    yield from _rows("routed_experts", choice.rows_TLK, own_TLK)
+    if case.first_turn is not None and choice.rows_TLK is not None:
+        stitched_TLK = join_rows([case.first_turn.rows_TLK, choice.rows_TLK])
+        yield from _rows("conversation", stitched_TLK, solo.rows_TLK)
+
+
+def _if_any(value: InT | None, read: Callable[[InT], OutT]) -> OutT | None:
+    return None if value is None else read(value)
 
 
 def _values(kind: str, got: object, expected: object) -> Iterator[Difference]:
@@ -48,69 +72,43 @@ def _values(kind: str, got: object, expected: object) -> Iterator[Difference]:
         yield Difference(kind, f"{got} instead of {expected}")
 
 
-def _rows(got: RoutingArray | None, expected: RoutingArray | None) -> Iterator[Difference]:
+def _rows(kind: str, got: RoutingArray | None, expected: RoutingArray | None) -> Iterator[Difference]:
     if got is None or expected is None:
         if got is not expected:
-            yield Difference("routed_experts", f"{_describe(got)} instead of {_describe(expected)}")
+            yield Difference(kind, f"{_describe(got)} instead of {_describe(expected)}")
         return
     if got.dtype != expected.dtype or got.shape != expected.shape:
-        yield Difference("routed_experts", f"{_describe(got)} instead of {_describe(expected)}")
+        yield Difference(kind, f"{_describe(got)} instead of {_describe(expected)}")
     elif got.tobytes() != expected.tobytes():
         row, layer, _ = np.argwhere(got != expected)[0]
-        yield Difference(
-            "routed_experts",
-            f"row {row}, layer {layer}: {got[row, layer].tolist()} instead of {expected[row, layer].tolist()}",
-        )
+        detail = f"row {row}, layer {layer}: {got[row, layer].tolist()} instead of {expected[row, layer].tolist()}"
+        yield Difference(kind, detail)
 
 
 def _describe(rows: RoutingArray | None) -> str:
     return "null" if rows is None else f"{rows.dtype}{list(rows.shape)}"
 
 
-def _expected_logprobs(case: Case, solo: SoloResult) -> list[Json] | None:
-    if case.sampling.logprobs is None:
-        return None
-    return [_expected_entry(token) for token in solo.tokens]
-
-
-def _expected_entry(token: SampledToken) -> Json:
-    assert token.logprob is not None
-    alternatives = [token.logprob, *(t for t in token.top if t.token_id != token.token_id)]
-    return {**_wire(token.logprob), "top_logprobs": [_wire(t) for t in alternatives]}
-
-
-def _wire(value: TokenLogprob) -> Json:
-    logprob = value.logprob if math.isfinite(value.logprob) else _NOT_FINITE
-    return {"token_id": value.token_id, "logprob": logprob, "rank": value.rank}
-
-
-def _bits(content: list[Json] | None) -> Any:
-    """The same entries with each logprob as the hex digits of its float32, so that equal means equal bits."""
-    if content is None:
-        return None
-    return [
-        {**entry, "logprob": _hex(entry["logprob"]), "top_logprobs": [
-            {**top, "logprob": _hex(top["logprob"])} for top in entry["top_logprobs"]
-        ]}
-        for entry in content
-    ]  # fmt: skip
-
-
-def _hex(value: float) -> str:
-    return np.float32(value).tobytes().hex()
-
-
 def fingerprint(case: Case, answer: Answer) -> Json:
     """One line of --dump: digests of everything that two runs with the same seed must have in common."""
-    rows = answer.rows_TLK
+    prompt_logprobs = _if_any(answer.prompt_logprobs, told_of_prompt)
     return {
         "request": case.index,
-        "token_ids": _digest(json.dumps(answer.token_ids).encode()),
-        "logprobs": _digest(json.dumps(_bits(answer.logprobs)).encode()),
+        "prompt_logprobs": _digest(json.dumps(prompt_logprobs).encode()),
+        "choices": [_choice_fingerprint(choice) for choice in answer.choices],
+    }
+
+
+def _choice_fingerprint(choice: ChoiceAnswer) -> Json:
+    rows = choice.rows_TLK
+    return {
+        "token_ids": _digest(json.dumps(choice.token_ids).encode()),
+        "logprobs": _digest(json.dumps(_if_any(choice.logprobs, told)).encode()),
+        "sampling_mask": _digest(json.dumps(choice.masks).encode()),
         "routed_experts": _digest(b"" if rows is None else rows.tobytes()),
         "shape": _describe(rows),
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
     }
 
 

@@ -1,13 +1,15 @@
 """The solo oracle of `moerelay verify`: the cluster's checkpoint and arithmetic in this process, request by request."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 import torch
 
+from common.engine.grammar import GrammarCompiler, GrammarMatcher
 from common.engine.solo import SoloResult, SoloRunner
-from common.errors import ConfigError
+from common.errors import ConfigError, InvalidRequestError
 from common.kv.store import KVLayout, KVStore
 from common.model.config import ModelConfig
 from common.model.loader import load_model
@@ -15,7 +17,10 @@ from common.model.numerics import numerics_fingerprint
 from common.model.runner import ModelRunner
 from common.process import num_cores
 from deploy.client import Json
-from deploy.verify.cases import Case
+from deploy.verify.case import Case
+from deploy.verify.grammars import ALPHABET, GRAMMARS
+from deploy.verify.vocabulary import Vocabulary
+from router.text.tokenizer import TOKENIZER_FILE
 
 _BLOCK_SIZE = 16
 
@@ -27,27 +32,46 @@ class Served:
     max_model_len: int
     numerics: str
     fingerprint: str
+    weight_version: str = ""
 
     @classmethod
     def of(cls, models: Json, cluster: Json) -> Self:
         """From /v1/models and /cluster. Raises ConfigError when the workers are not one kind."""
-        kinds = {(w["numerics"], w["fingerprint"]) for w in cluster["workers"] if w["state"] == "healthy"}
+        healthy = [worker for worker in cluster["workers"] if worker["state"] == "healthy"]
+        kinds = {(w["numerics"], w["fingerprint"], w["weight_version"]) for w in healthy}
         max_model_len = models["data"][0]["max_model_len"]
         if len(kinds) != 1 or max_model_len is None:
             raise ConfigError(f"the cluster has no healthy workers of one kind, but {len(kinds)} kinds; see /cluster")
-        [(numerics, fingerprint)] = kinds
-        return cls(max_model_len, numerics, fingerprint)
+        [kind] = kinds
+        return cls(max_model_len, *kind)
 
 
 class SoloOracle:
-    """Answers as a solo run does."""
+    """Answers as solo runs do, one per choice."""
 
-    def __init__(self, runner: SoloRunner, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        runner: SoloRunner,
+        dtype: torch.dtype,
+        vocabulary: Vocabulary | None = None,
+        matchers: Mapping[str, GrammarMatcher] | None = None,
+    ) -> None:
+        """`vocabulary` and `matchers` (by name of grammar) may be left out if no case needs them."""
         self._runner = runner
+        self._vocabulary = vocabulary
+        self._matchers = matchers or {}
         self.dtype = dtype
 
     @classmethod
-    def load(cls, path: Path, config: ModelConfig, served: Served, num_positions: int) -> Self:
+    def load(
+        cls,
+        path: Path,
+        config: ModelConfig,
+        served: Served,
+        num_positions: int,
+        vocabulary: Vocabulary | None = None,
+        matchers: Mapping[str, GrammarMatcher] | None = None,
+    ) -> Self:
         """Loads the checkpoint for sequences of up to `num_positions` tokens.
 
         Raises:
@@ -66,10 +90,35 @@ class SoloOracle:
         layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, dtype)
         num_blocks = -(-num_positions // _BLOCK_SIZE) + 1  # one more for the null block
         store = KVStore(layout, config.routing, num_blocks, device)
-        return cls(SoloRunner(ModelRunner(loaded.decoder, store), store, config.eos_token_ids), dtype)
+        runner = ModelRunner(loaded.decoder, store)
+        solo = SoloRunner(runner, store, config.eos_token_ids, weight_version=served.weight_version)
+        return cls(solo, dtype, vocabulary, matchers)
 
-    def answer(self, case: Case) -> SoloResult:
-        return self._runner.run(case.prompt, case.sampling, case.routing_start)
+    def answer(self, case: Case) -> Sequence[SoloResult]:
+        """Runs all choices, one after the other."""
+        sampling, matcher = case.sampling, None
+        if case.text.bad_words:
+            assert self._vocabulary is not None, "bad words are asked for with a tokenizer only"
+            sampling = replace(sampling, bad_words=self._vocabulary.bad_words(case.text.bad_words))
+        if case.text.grammar is not None:
+            sampling = replace(sampling, grammar=GRAMMARS[case.text.grammar].compiled)
+            matcher = self._matchers[case.text.grammar]
+        return [
+            self._runner.run(case.prompt, sampling, case.rows_from, choice=choice, matcher=matcher)
+            for choice in range(sampling.n)
+        ]
+
+
+def compile_grammars(path: Path, config: ModelConfig, vocabulary: Vocabulary) -> dict[str, GrammarMatcher]:
+    """All grammars by name; none if the checkpoint's tokenizer cannot spell them, or no token can end an output."""
+    letters = {text for _, text in vocabulary.pieces}
+    if not (letters >= ALPHABET and any(i < config.vocab_size for i in config.eos_token_ids)):
+        return {}
+    compiler = GrammarCompiler(path / TOKENIZER_FILE, config.vocab_size, config.eos_token_ids)
+    try:
+        return {name: compiler.compile(grammar.compiled) for name, grammar in GRAMMARS.items()}
+    except InvalidRequestError:
+        return {}  # a tokenizer of a kind that llguidance does not know; the report says that none were asked for
 
 
 def _same_arithmetic(numerics: str) -> tuple[torch.device, torch.dtype]:

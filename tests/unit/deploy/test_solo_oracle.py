@@ -11,7 +11,8 @@ from common.model.families import parse_config
 from common.model.loader import load_model
 from common.model.numerics import numerics_fingerprint
 from common.model.synthesize import synthesize
-from deploy.verify.cases import CaseLimits, make_case
+from deploy.verify.case import CaseLimits
+from deploy.verify.cases import make_case
 from deploy.verify.solo_oracle import Served, SoloOracle
 from deploy.verify.transformers_oracle import TransformersOracle
 
@@ -55,7 +56,7 @@ def test_transformers_agrees_with_the_solo_run(checkpoint: Path) -> None:
     num_sets = 0
     for index in range(4):
         case = make_case(0, index, limits)
-        result = solo.answer(case)
+        result = solo.answer(case)[0]
         rows_TLK = result.rows_TLK
         assert rows_TLK is not None
         forwarded = [*case.prompt, *(token.token_id for token in result.tokens[:-1])]
@@ -69,9 +70,12 @@ def test_transformers_agrees_with_the_solo_run(checkpoint: Path) -> None:
     assert num_sets > 100
 
 
-@pytest.mark.parametrize("workers", [[], [("a", "f"), ("b", "f")]])
-def test_a_cluster_without_one_kind_of_healthy_workers_is_refused(workers: list[tuple[str, str]]) -> None:
-    views: list[dict[str, str | None]] = [{"state": "healthy", "numerics": n, "fingerprint": f} for n, f in workers]
+@pytest.mark.parametrize("workers", [[], [("a", "f", "0"), ("b", "f", "0")], [("a", "f", "0"), ("a", "f", "1")]])
+def test_a_cluster_without_one_kind_of_healthy_workers_is_refused(workers: list[tuple[str, str, str]]) -> None:
+    views: list[dict[str, str | None]] = [
+        {"state": "healthy", "numerics": numerics, "fingerprint": fingerprint, "weight_version": version}
+        for numerics, fingerprint, version in workers
+    ]
     views.append({"state": "dead", "numerics": None, "fingerprint": None})
     with pytest.raises(ConfigError, match="no healthy workers of one kind"):
         Served.of({"data": [{"max_model_len": 128}]}, {"workers": views})
