@@ -47,8 +47,9 @@ def _curl(document: dict[str, Any], method: str, path: str, operation: dict[str,
         words += ["-H", "Authorization: Bearer KEY"]
     body = operation.get("requestBody")
     if body:
-        schema = body["content"]["application/json"]["schema"]
-        words += ["-H", "Content-Type: application/json", "-d", json.dumps(example(schema, document))]
+        content = body["content"]["application/json"]
+        value = content["examples"]["1"]["value"] if "examples" in content else example(content["schema"], document)
+        words += ["-H", "Content-Type: application/json", "-d", json.dumps(value)]
     elif method != "get":
         words += ["-X", method.upper()]
     return f"{shlex.join(words)} http://localhost:8000{path}"
@@ -63,7 +64,7 @@ def example(schema: Schema, document: dict[str, Any], depth: int = 0) -> Any:
             return schema[key][0]
     if "const" in schema:
         return schema["const"]
-    if options := schema.get("anyOf") or schema.get("oneOf"):
+    if "properties" not in schema and (options := schema.get("anyOf") or schema.get("oneOf")):
         return example(options[0], document, depth)
     return _by_type(schema, document, depth)
 

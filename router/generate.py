@@ -75,6 +75,10 @@ OPERATIONS = (
         body=GenerateRequest,
         events=GenerateStreamResponse,
         errors=GENERATE_ERRORS,
+        examples=(
+            {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8}},
+            {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "n": 2, "logprobs": 1}, "stream": True},
+        ),
         tag="generation",
     ),
     Operation(

@@ -79,6 +79,10 @@ def _operation(operation: Operation, needs_key: bool) -> dict[str, Any]:
         described["parameters"] = _query(operation.query)
     if operation.body:
         content = _content(_JSON, operation.body)
+        if operation.examples:
+            content[_JSON]["examples"] = {
+                str(number): {"value": value} for number, value in enumerate(operation.examples, 1)
+            }
         described["requestBody"] = {"required": operation.body_required, "content": content}
     if needs_key:
         described["security"] = [{name: []} for name in _SECURITY_SCHEMES]

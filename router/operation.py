@@ -1,5 +1,6 @@
 """What the OpenAPI document says about one route. Modules with handlers list theirs as `OPERATIONS`."""
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 
 from pydantic import BaseModel
@@ -18,6 +19,7 @@ class Operation:
     events: what one event of the streaming answer holds, if there is one.
     errors: statuses that the handler itself ends with; those of every route (400, 401, 408, 413, 500) are added.
     query: query parameters, one per field.
+    examples: bodies that any model serves, the simplest first.
     """
 
     method: str
@@ -32,6 +34,7 @@ class Operation:
     query: type[BaseModel] | None = None
     media_type: str = "application/json"
     body_required: bool = True
+    examples: tuple[Mapping[str, object], ...] = ()
 
     @property
     def id(self) -> str:

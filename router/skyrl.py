@@ -22,6 +22,7 @@ OPERATIONS = (
         body=GenerateRequest,
         events=GenerateStreamResponse,
         errors=GENERATE_ERRORS,
+        examples=({"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8}},),
         tag="generation",
     ),
 )

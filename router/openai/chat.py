@@ -63,5 +63,9 @@ OPERATIONS = (
         body=ChatCompletionRequest,
         events=ChatCompletionChunk,
         errors=GENERATE_ERRORS,
+        examples=(
+            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8},
+            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "logprobs": True, "stream": True},
+        ),
     ),
 )

@@ -88,5 +88,9 @@ OPERATIONS = (
         body=CompletionRequest,
         events=CompletionStreamResponse,
         errors=GENERATE_ERRORS,
+        examples=(
+            {"prompt": "Hello", "max_tokens": 8},
+            {"prompt": [1, 2, 3], "max_tokens": 8, "logprobs": 1, "echo": True, "stream": True},
+        ),
     ),
 )

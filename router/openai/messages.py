@@ -39,7 +39,9 @@ class ToolCall(RequestModel):
 class Message(RequestModel):
     """One turn. Fields not named here reach the chat template as they are."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]}
+    )
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = Field(

@@ -81,6 +81,7 @@ OPERATIONS = (
         answer=TokenizeResponse,
         body=TokenizeRequest,
         errors=(404,),
+        examples=({"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hi"}]}),
     ),
     Operation(
         "post",
@@ -90,5 +91,6 @@ OPERATIONS = (
         answer=DetokenizeResponse,
         body=DetokenizeRequest,
         errors=(404,),
+        examples=({"tokens": [1, 2, 3]},),
     ),
 )

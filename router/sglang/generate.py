@@ -102,6 +102,10 @@ OPERATIONS = (
         body=SglangGenerateRequest,
         events=SglangOutput,
         errors=GENERATE_ERRORS,
+        examples=(
+            {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 8}, "return_routed_experts": True},
+            {"text": "Hello", "sampling_params": {"max_new_tokens": 8}, "return_logprob": True, "stream": True},
+        ),
         tag="SGLang",
     ),
     Operation(

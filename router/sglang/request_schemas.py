@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from common.sampling import INT64_MAX
 from router.request_schemas import (
@@ -73,6 +73,8 @@ SharedNumTop = Annotated[NumTop | None, BeforeValidator(_shared, json_schema_inp
 
 class SglangGenerateRequest(RequestModel):
     """Body of POST /generate. Parameters may be lists, one entry per prompt; their entries must be equal."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["input_ids"]}, {"required": ["text"]}]})
 
     input_ids: TokenIds | list[TokenIds] | None = Field(None, description="One prompt, or several.")
     text: str | list[str] | None = Field(None, description="The same as text; exactly one of the two.")

@@ -22,7 +22,7 @@ CHECKS = "not_a_server_error,response_schema_conformance,status_code_conformance
 
 #: Contexts and batches that end soon: what is generated here is requests, not text.
 FLAGS = (
-    *("--dtype", "float32", "--num-kv-blocks", "160", "--num-threads", "1", "--max-model-len", "16"),
+    *("--dtype", "float32", "--num-kv-blocks", "160", "--num-threads", "1", "--max-model-len", "32"),
     *("--max-n", "2", "--max-prompts", "2", "--admin-port", "0", "--debug-poison-kv"),
 )
 
@@ -74,9 +74,24 @@ async def canary(client: Client) -> list[int]:
     return answer.token_ids
 
 
+async def test_examples_are_served(client: Client) -> None:
+    """Every example of the document, which the docs page shows too, is answered."""
+    document = await client.json("/openapi.json")
+    num_examples = 0
+    for path, item in document["paths"].items():
+        content = item.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+        for example in content.get("examples", {}).values():
+            async with client.session.post(client.url + path, json=example["value"]) as response:
+                answer = await response.text()
+            assert response.status == 200, (path, answer)
+            assert "error" not in answer, (path, answer)
+            num_examples += 1
+    assert num_examples >= 10
+
+
 async def test_every_route_in_short(client: Client, tmp_path: Path) -> None:
     before, expected = await client.json("/cluster"), await canary(client)
-    assert await run(client.url, tmp_path, "fuzzing", 8) >= 100
+    assert await run(client.url, tmp_path, "examples,fuzzing", 10) >= 150
     await assert_unharmed(client, before)
     assert await canary(client) == expected
 
