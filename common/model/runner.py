@@ -30,7 +30,8 @@ class ModelRunner:
         self._resident = decoder
 
     @property
-    def _decoder(self) -> MoeDecoder:
+    def decoder(self) -> MoeDecoder:
+        """The weights in use; there are some."""
         assert self._resident is not None, "a step without weights"
         return self._resident
 
@@ -38,15 +39,15 @@ class ModelRunner:
     def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
         """See `Runner`. Nothing is captured when no chunk wants rows. An empty batch is legal."""
         if not chunks:
-            return StepOutput(torch.empty(0, self._decoder.config.vocab_size, device=self._decoder.device))
-        plan = plan_forward(chunks, self._decoder.config, self._store)
+            return StepOutput(torch.empty(0, self.decoder.config.vocab_size, device=self.decoder.device))
+        plan = plan_forward(chunks, self.decoder.config, self._store)
         capture = self._new_capture(plan)
-        x_TH = self._decoder.forward(plan, self._store.kv_L2SGD, capture)
+        x_TH = self.decoder.forward(plan, self._store.kv_L2SGD, capture)
         if capture is not None:
             self._store.write_rows(plan.routed_slots, capture.take()[plan.routed_tokens])
         scored = zip(chunks, plan.first_rows, strict=True)
         scores = tuple(self._score(x_TH[row:], chunk) for chunk, row in scored if chunk.score_targets)
-        return StepOutput(self._decoder.logits(x_TH[plan.logits_N]), scores)
+        return StepOutput(self.decoder.logits(x_TH[plan.logits_N]), scores)
 
     def _score(self, x_TH: torch.Tensor, chunk: Chunk) -> PromptLogprobs:
         """Scores of one chunk, whose hidden states `x_TH` begins with."""
@@ -55,10 +56,10 @@ class ModelRunner:
         parts = []
         for begin in range(0, len(targets), SCORED_AT_ONCE):
             end = min(begin + SCORED_AT_ONCE, len(targets))
-            parts.append(score(self._decoder.logits(x_TH[begin:end]), targets[begin:end], chunk.num_top))
+            parts.append(score(self.decoder.logits(x_TH[begin:end]), targets[begin:end], chunk.num_top))
         return PromptLogprobs(np.concatenate(parts))
 
     def _new_capture(self, plan: ForwardPlan) -> RoutingCapture | None:
         if not len(plan.routed_tokens):
             return None
-        return RoutingCapture(self._store.routing, len(plan.token_ids_T), self._decoder.device)
+        return RoutingCapture(self._store.routing, len(plan.token_ids_T), self.decoder.device)
