@@ -62,7 +62,8 @@ def _schemas(operations: Sequence[Operation]) -> dict[str, Any]:
     for operation in operations:
         if operation.body:
             used.append((operation.body, "validation"))
-        used += [(model, "serialization") for model in (operation.answer, operation.events) if model]
+        answers = (operation.answer, operation.events, operation.refusal)
+        used += [(model, "serialization") for model in answers if model]
     _, definitions = models_json_schema(sorted(set(used), key=lambda each: each[0].__name__), ref_template=_REF)
     schemas: dict[str, Any] = definitions["$defs"]
     return schemas
@@ -124,7 +125,11 @@ def _errors(operation: Operation, needs_key: bool) -> dict[str, Any]:
     statuses = {*operation.errors, *_COMMON_ERRORS, *(BODY_ERRORS if operation.body else ())}
     if needs_key:
         statuses.add(401)
-    return {str(status): _error(status) for status in sorted(statuses)}
+    described = {str(status): _error(status) for status in sorted(statuses)}
+    if operation.refusal:
+        either = [_ref(ErrorResponse), _ref(operation.refusal)]
+        described["400"]["content"] = {_JSON: {"schema": {"anyOf": either}}}
+    return described
 
 
 def _error(status: int) -> dict[str, Any]:

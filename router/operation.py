@@ -18,6 +18,7 @@ class Operation:
     body: JSON that is sent. A body whose fields are all optional may be left out if `body_required` is False.
     events: what one event of the streaming answer holds, if there is one.
     errors: statuses that the handler itself ends with; those of every route (400, 401, 408, 413, 500) are added.
+    refusal: what a 400 of the handler itself holds, where another system's clients expect it; else an ErrorResponse.
     query: query parameters, one per field.
     examples: bodies that any model serves, the simplest first.
     """
@@ -31,6 +32,7 @@ class Operation:
     body: type[BaseModel] | None = None
     events: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
+    refusal: type[BaseModel] | None = None
     query: type[BaseModel] | None = None
     media_type: str = "application/json"
     body_required: bool = True

@@ -139,7 +139,8 @@ OPERATIONS: tuple[Operation, ...] = (
         TAG,
         answer=UpdateWeightsFromDiskResponse,
         body=UpdateWeightsFromDiskRequest,
-        errors=(400, 409, 502, 503),
+        refusal=UpdateWeightsFromDiskResponse,
+        errors=(409, 502, 503),
     ),
     Operation("get", "/get_weight_version", "Label of the weights in use.", TAG, answer=WeightVersionResponse),
 )

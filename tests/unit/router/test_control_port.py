@@ -11,6 +11,7 @@ import pytest
 from common.config import RouterSettings
 from common.errors import ConfigError
 from router.app import create_app, create_control_app
+from router.control import routes
 from router.keys import FLEET, LIVE
 from router.listener import listening
 from router.surface import CONTROL_PATHS
@@ -60,20 +61,39 @@ async def test_the_control_port_has_its_own_keys(admin_keys: Path, tmp_path: Pat
         assert (await control.get("/live")).status == 200
 
 
-@pytest.mark.parametrize("path", sorted(CONTROL_PATHS))
-async def test_on_the_public_port_only_admin_keys_open_control_routes(
-    path: str, admin_keys: Path, tmp_path: Path
-) -> None:
+async def test_on_the_public_port_only_admin_keys_open_control_routes(admin_keys: Path, tmp_path: Path) -> None:
     (tmp_path / "public").write_text("user\n")
-    settings = {"admin_on_public_port": True, "admin_key_file": admin_keys, "api_key_file": tmp_path / "public"}
-    async with running(**settings) as cluster:
-        for key in ("user", "wrong"):
+    public = tmp_path / "public"
+    async with running(admin_on_public_port=True, admin_key_file=admin_keys, api_key_file=public) as cluster:
+        for operation in routes.OPERATIONS:
+            for key in ("user", "wrong"):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with cluster.http.request(operation.method, operation.path, headers=headers) as response:
+                    assert response.status == 401, (operation.path, key)
+        for key, paused, listed in (("root", 200, 401), ("user", 401, 200)):
             headers = {"Authorization": f"Bearer {key}"}
-            for method in ("GET", "POST"):
-                async with cluster.http.request(method, path, headers=headers) as response:
-                    assert response.status in (401, 405)
-        async with cluster.http.get("/cluster", headers={"Authorization": "Bearer user"}) as response:
-            assert response.status == 200
+            assert (await cluster.http.get("/is_paused", headers=headers)).status == paused
+            assert (await cluster.http.get("/cluster", headers=headers)).status == listed
+
+
+async def test_admin_keys_alone_leave_the_public_routes_open(admin_keys: Path) -> None:
+    async with running(admin_on_public_port=True, admin_key_file=admin_keys) as cluster:
+        assert (await cluster.http.get("/cluster")).status == 200
+        assert (await cluster.http.get("/is_paused")).status == 401
+        async with cluster.http.get("/openapi.json") as response:
+            paths = (await response.json())["paths"]
+    assert paths["/is_paused"]["get"]["security"]
+    assert "security" not in paths["/cluster"]["get"]
+
+
+async def test_it_controls_the_workers_of_the_public_port() -> None:
+    async with with_control() as (cluster, control):
+        assert (await control.post("/pause")).status == 200
+        assert await (await control.get("/is_paused")).json() == {"is_paused": True}
+        status, answer = await cluster.post({"token_ids": [5], "sampling_params": {"max_tokens": 1}})
+        assert (status, answer["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert (await control.post("/resume")).status == 200
+        await cluster.canary()
 
 
 def test_open_control_routes_are_refused(admin_keys: Path) -> None:
