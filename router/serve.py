@@ -301,7 +301,9 @@ class _Stream:
         """Upper bound of what an event takes beside its tokens and rows: every optional part is there and long."""
         long = 2**32 - 1
         versions = VersionSpans([(self._job.limits.weight_version, long)])
-        state = ChoiceState(plan.choice_index(choice), choice, plan, versions, num_tokens=long)
+        state = ChoiceState(
+            plan.choice_index(choice), choice, plan, versions, num_tokens=long, num_events=0 if first else 1
+        )
         no_rows: RoutingArray = self._job.limits.layout.empty(0)
         piece = Piece(rows=(no_rows,), rows_start=long, finish=Finish(FinishReason.LENGTH, stop_string=_longest(plan)))
         event = self._dialect.event(self._job, state, piece, first=first) or b""
