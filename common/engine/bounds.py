@@ -13,6 +13,9 @@ MAX_PENALTY = 2
 #: As much as the router lets through; what matters is that the product with a logit stays finite.
 MAX_REPETITION_PENALTY = 2
 
+#: Whatever the router lets through: each choice has its state and its events, before any of it is computed.
+MAX_CHOICES = 2**16
+
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Refuses whatever would leave the sampler without a distribution, or with an index out of range.
@@ -22,8 +25,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         InvalidRequestError: names the field, its value and its bound.
     """
-    if params.n < 1:
-        raise InvalidRequestError(f"n must be at least 1, got {params.n}", param="n")
+    if not 1 <= params.n <= MAX_CHOICES:
+        raise InvalidRequestError(f"n must be in [1, {MAX_CHOICES}], got {params.n}", param="n")
     _check_distribution(params)
     _check_penalties(params)
     _check_ids("logit_bias", params.logit_bias, vocab_size)

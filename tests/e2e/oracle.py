@@ -18,14 +18,21 @@ BLOCK_SIZE = 16
 
 
 def assert_equals_solo(
-    answer: Answer, solo: SoloRunner, prompt: list[int], *, start: int = 0, context: int = 128, **fields: Any
+    answer: Answer,
+    solo: SoloRunner,
+    prompt: list[int],
+    *,
+    start: int = 0,
+    context: int = 128,
+    choice: int = 0,
+    **fields: Any,
 ) -> None:
     """Tokens, logprobs (every bit), rows (dtype, shape, bytes) and the reason of the end."""
     assert answer.status == 200, answer.error
     max_tokens = min(fields.pop("max_tokens", context), context - len(prompt))
     stop_ids = frozenset(fields.pop("stop_token_ids", ()))
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids, **({"temperature": 0.0} | fields))
-    expected = solo.run(prompt, params, start)
+    expected = solo.run(prompt, params, start, choice=choice)
     assert answer.token_ids == [token.token_id for token in expected.tokens]
     assert answer.finish_reason == expected.finish.reason.value
     assert expected.rows_TLK is not None

@@ -71,7 +71,7 @@ async def test_real_workers_take_more_than_grpcs_default() -> None:
     fields: JsonObject = {
         "request_id": "big",
         "token_ids": [7] * 5_000_000,
-        "sampling": types_pb2.SamplingParams(max_tokens=1, top_p=1),
+        "sampling": types_pb2.SamplingParams(max_tokens=1, top_p=1, n=1, repetition_penalty=1),
     }
     worker, options = WorkerPlan(fake_kit()), channel_options(64 * 2**20)
     async with running_relay(worker, worker) as relay:

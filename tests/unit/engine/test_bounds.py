@@ -15,7 +15,8 @@ VOCAB = 50
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("n", 0, "at least 1, got 0"),
+        ("n", 0, "[1, 65536], got 0"),
+        ("n", 2**16 + 1, "[1, 65536], got 65537"),
         ("top_k", -1, "at least 0, got -1"),
         ("presence_penalty", 2.1, "[-2, 2], got 2.1"),
         ("presence_penalty", math.nan, "got nan"),
