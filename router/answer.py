@@ -79,6 +79,9 @@ class GenerateDialect:
             weight_versions=weight_versions(outcome.state.versions),
         )
 
+    def opening(self, job: Job) -> Sequence[bytes]:
+        return ()
+
     def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes:
         finish = piece.finish
         choice = GenerateResponseStreamChoice(

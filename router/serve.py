@@ -152,6 +152,10 @@ class Dialect(Protocol):
         """JSON of a whole answer; `outcomes` in the order of their indices. May run in a thread."""
         ...
 
+    def opening(self, job: Job) -> Sequence[bytes]:
+        """Events before the first piece of any choice."""
+        ...
+
     def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes | None:
         """JSON of what one piece of a choice brings; None if it says nothing to this dialect's clients.
 
@@ -265,6 +269,8 @@ class _Stream:
         self._job = job
         self._dialect = dialect
         self._events = EventStream(request, job.headers, request.app[SETTINGS].client_stall_timeout_s)
+        #: Not sent before there is a piece, so that whatever goes wrong by then is a plain error.
+        self._opening = list(dialect.opening(job))
         self._choices = {
             (plan.index, choice): (_Choice(job, plan, choice), self._stitcher(plan, choice))
             for plan in job.plans
@@ -274,6 +280,8 @@ class _Stream:
     async def take(self, plan: Plan, chunk: Chunk) -> bool:
         choice, stitcher = self._choices[plan.index, chunk.choice]
         for piece in stitcher.feed(choice.read(chunk)):
+            while self._opening:
+                await self._events.send(self._opening.pop(0))
             await self._events.send_made(partial(self._event, choice, piece))
         return choice.reader.ended
 

@@ -58,15 +58,38 @@ class ChatDialect(OpenAIDialect):
             weight_versions=weight_versions(outcome.state.versions),
         )
 
+    def opening(self, job: Job) -> Sequence[bytes]:
+        """One event per choice that names the role, in the order of the choices.
+
+        The official client's accumulator relies on both: it counts the logprobs of an event twice that begins a choice
+        other than the first, and takes choices for those in whose order they begin. What echo and `return_token_ids`
+        bring is here too, whatever its size.
+        """
+        (plan,) = job.plans
+        choices = [
+            ChatStreamChoice(
+                index=plan.choice_index(choice),
+                delta=FirstDelta(content=self.prefix),
+                logprobs=None,
+                finish_reason=None,
+                stop_reason=None,
+                token_ids=None,
+                routed_experts=None,
+                sampling_mask=None,
+                weight_versions=None,
+            )
+            for choice in range(plan.sampling.n)
+        ]
+        prompt = self._prompt_ids(plan.token_ids)
+        return [self._chunk(job, choice, None if choice.index else prompt) for choice in choices]
+
     def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes | None:
-        """The first event of a choice is always sent: it names the role, and brings what is echoed."""
-        opens = state.num_events == 0
-        if self._is_silent(state, piece) and not opens:
+        if self._is_silent(state, piece):
             return None
         finish = piece.finish
         choice = ChatStreamChoice(
             index=state.index,
-            delta=FirstDelta(content=self.prefix + piece.text) if opens else Delta(content=piece.text),
+            delta=Delta(content=piece.text),
             logprobs=self._logprobs(piece.tokens),
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish else None,
@@ -75,6 +98,9 @@ class ChatDialect(OpenAIDialect):
             sampling_mask=masks_of(piece.tokens),
             weight_versions=weight_versions(state.versions) if finish else None,
         )
+        return self._chunk(job, choice)
+
+    def _chunk(self, job: Job, choice: ChatStreamChoice, prompt_token_ids: list[int] | None = None) -> bytes:
         return to_json(
             ChatCompletionChunk(
                 id=job.request_id,
@@ -82,7 +108,7 @@ class ChatDialect(OpenAIDialect):
                 model=job.model,
                 choices=[choice],
                 usage=self._usage_so_far(job),
-                prompt_token_ids=self._prompt_ids(state.plan.token_ids, due=first),
+                prompt_token_ids=prompt_token_ids,
             )
         )
 

@@ -31,6 +31,9 @@ class OpenAIDialect:
     def max_event_bytes(self) -> int:
         return self.body.options.max_event_bytes or self.settings.max_event_bytes
 
+    def opening(self, job: Job) -> Sequence[bytes]:
+        return ()
+
     def token_bytes(self, token: SampledToken, text: str) -> int:
         return self.words.event_bytes(token, text)
 

@@ -137,13 +137,18 @@ class Delta(ResponseModel):
 
 
 class FirstDelta(Delta):
-    """The first event of a choice also names the role."""
+    """The first event of a choice names the role; it has no content but an echoed message."""
 
     role: Literal["assistant"] = "assistant"
 
 
 class ChatStreamChoice(_Choice):
-    """What one event adds to one choice. The last text and the finish reason come in the same event."""
+    """What one event adds to one choice.
+
+    The stream begins with one event per choice that names the role and nothing else. The last text and the finish
+    reason come in the same event. Rows are there if `stream_options.routed_experts` asks for them, as in
+    GenerateResponseStreamChoice.
+    """
 
     delta: FirstDelta | Delta
     logprobs: ChatLogprobs | None

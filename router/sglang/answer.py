@@ -67,6 +67,9 @@ class SglangDialect:
         ]
         return _to_json(SglangAnswer(outputs if self.options.batch else outputs[0]))
 
+    def opening(self, job: Job) -> Sequence[bytes]:
+        return ()
+
     def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes:
         told = self._told.setdefault(state.index, _Told())
         told.tokens += piece.tokens

@@ -57,22 +57,24 @@ async def test_messages_in_a_message_out(model: str) -> None:
 
 
 async def test_events_joined_are_the_whole_answer(model: str) -> None:
-    """The first event names the role; the last text and the finish reason come together (case 104)."""
+    """The first event names the role and only that; the last text and the finish reason come together (case 104)."""
     body = {"messages": HELLO, "max_tokens": 9, "return_token_ids": True, "stream_options": {"include_usage": True}}
     async with running(Script(chunk_tokens=2), model=model) as cluster:
         _, answer = await cluster.post(body, CHAT)
         *events, usage = await stream(cluster, CHAT, body)
     choices = of_choice(events)
     assert [choice["delta"] for choice in choices] == [
-        {"role": "assistant", "content": "h"},
+        {"role": "assistant", "content": ""},
+        {"content": "h"},
         {"content": "éE"},
         {"content": "ND!"},
         {"content": "ENx"},
         {"content": "?"},
     ]
-    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["length"]
-    assert joined_tokens(choices) == answer["choices"][0]["token_ids"] == expected_tokens(PROMPT, 9)
-    assert [event["prompt_token_ids"] for event in events] == [PROMPT] + [None] * 4
+    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["length"]
+    assert choices[0]["token_ids"] is None
+    assert joined_tokens(choices[1:]) == answer["choices"][0]["token_ids"] == expected_tokens(PROMPT, 9)
+    assert [event["prompt_token_ids"] for event in events] == [PROMPT] + [None] * 5
     assert answer["prompt_token_ids"] == PROMPT
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"] == 9
@@ -84,8 +86,10 @@ async def test_a_choice_without_text_has_a_role_and_an_end(model: str) -> None:
     """Case 6: the first token ends it, here a stop string."""
     body = {"messages": HELLO, "stop": "h"}
     async with running(model=model) as cluster:
-        (choice,) = of_choice(await stream(cluster, CHAT, body))
-    assert choice["delta"] == {"role": "assistant", "content": ""}
+        begin, choice = of_choice(await stream(cluster, CHAT, body))
+    assert begin["delta"] == {"role": "assistant", "content": ""}
+    assert choice["delta"] == {"content": ""}
+    assert begin["finish_reason"] is None
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "h")
 
 
@@ -95,7 +99,7 @@ async def test_held_back_text_makes_no_empty_events(model: str) -> None:
     async with running(model=model) as cluster:
         choices = of_choice(await stream(cluster, CHAT, body))
     contents = [text_of(choice) for choice in choices]
-    assert contents == ["h", "é", "END", "!", "ENx", "?"]
+    assert contents == ["", "h", "é", "END", "!", "ENx", "?"]
 
 
 async def test_logprobs_name_tokens_and_bytes(model: str) -> None:
@@ -109,7 +113,7 @@ async def test_logprobs_name_tokens_and_bytes(model: str) -> None:
         {"token": "\N{REPLACEMENT CHARACTER}", "logprob": -0.5, "bytes": [0xC3], "top_logprobs": [begin]},
     ]
     assert answer["choices"][0]["logprobs"] == {"content": content, "refusal": None}
-    assert [entry for choice in of_choice(events) for entry in choice["logprobs"]["content"]] == content
+    assert [entry for choice in of_choice(events)[1:] for entry in choice["logprobs"]["content"]] == content
 
 
 async def test_logprobs_without_alternatives(model: str) -> None:
@@ -140,6 +144,7 @@ async def test_choices_of_one_prompt(model: str) -> None:
         whole = answer["choices"][index]
         assert (whole["token_ids"], whole["message"]["content"]) == (tokens, said(tokens))
         choices = of_choice(events, index)
+        assert events[index]["choices"] == choices[:1], "choices begin in their order"
         assert "".join(map(text_of, choices)) == said(tokens)
         assert [choice["delta"].get("role") for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
     assert answer["usage"]["completion_tokens"] == 12
@@ -163,6 +168,7 @@ async def test_the_first_token_is_not_held_back(model: str) -> None:
     async with running(script, model=model) as cluster:
         body = {"messages": HELLO, "max_tokens": 3, "stream": True}
         async with cluster.http.post(CHAT, json=body) as response:
+            await response.content.readuntil(b"\n\n")
             line = await response.content.readline()
             assert not script.release.is_set()
             script.release.set()

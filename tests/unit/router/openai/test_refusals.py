@@ -12,7 +12,7 @@ USER = {"role": "user", "content": "a"}
 
 async def _refused(cluster: Cluster, path: str, body: dict[str, Any], param: str) -> str:
     """Whole and streamed alike; nothing reaches a worker."""
-    messages = []
+    messages: list[str] = []
     for stream in (False, True):
         status, answer = await cluster.post(body | {"stream": stream}, path)
         assert status == 400, (body, answer)
@@ -74,7 +74,7 @@ SHARED: dict[str, list[Any]] = {
 
 
 async def test_fields_of_completions(model: str) -> None:
-    own = {
+    own: dict[str, list[Any]] = {
         "logprobs": [-2, 21, 300, 301, 10**9, True],
         "best_of": [0, -1, 2, 129, 10**6],
         "suffix": ["b"],
