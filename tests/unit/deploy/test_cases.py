@@ -1,13 +1,14 @@
 """The random requests of verify: repeatable, within the limits, and of every kind."""
 
 import dataclasses
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.verify.case import CaseLimits, Form
+from deploy.verify.case import Case, CaseLimits, Form
 from deploy.verify.cases import continued, conversations, make_case
 from deploy.verify.grammars import GRAMMARS
 from tests.fakes.arithmetic_model import fake_vocabulary
@@ -60,7 +61,7 @@ def test_two_hundred_cases_cover_what_can_be_asked() -> None:
     assert {case.form for case in SOME} == set(Form)
     assert {case.sampling.logprobs for case in SOME} == {None, 0, 1, 5}
     assert {case.text.grammar for case in SOME} == {None, *GRAMMARS}
-    for trait in (
+    traits: list[Callable[[Case], object]] = [
         lambda case: case.sampling.temperature == 0,
         lambda case: case.sampling.temperature > 0 and case.sampling.top_k and case.sampling.min_p,
         lambda case: case.sampling.min_tokens > 1,
@@ -88,7 +89,8 @@ def test_two_hundred_cases_cover_what_can_be_asked() -> None:
         lambda case: case.wire.max_event_bytes,
         lambda case: case.wire.cache_salt,
         lambda case: case.wire.priority,
-    ):
+    ]
+    for trait in traits:
         assert any(trait(case) for case in SOME)
 
 
