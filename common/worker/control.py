@@ -146,6 +146,8 @@ class WorkerControl:
     async def _commit(self, version: str) -> None:
         self._require_paused("weights are replaced only on a paused worker")
         await self._between_steps(partial(self._weights.commit, version))
+        # What is cached was computed with the old weights.
+        await self.reset_prefix_cache()
 
     def discard_weights(self) -> None:
         """Forgets what is staged or being loaded."""
@@ -173,6 +175,7 @@ class WorkerControl:
         if num_live := self._lifecycle.num_live:
             raise ConflictError(f"{num_live} requests are live and need their KV; pause with mode abort or wait")
         if level > self.sleep_level:
+            await self.reset_prefix_cache()
             await self._between_steps(partial(self._give_back, level))
             self.sleep_level = level
             log.info("worker_asleep", level=level)

@@ -99,7 +99,8 @@ class ClusterControl:
 
     async def is_paused(self) -> bool:
         """Whether no decode worker takes requests."""
-        return all(worker.paused for worker in await self.workers() if worker.side == "decode")
+        decode = [worker for worker in await self.workers() if worker.side == "decode"]
+        return bool(decode) and all(worker.paused for worker in decode)
 
     async def _pause_workers(self, workers: Sequence[Worker], mode: PauseMode) -> None:
         request = worker_pb2.PauseRequest(mode=_MODES[mode])

@@ -176,6 +176,39 @@ async def test_abort_keeps_what_there_is(
         assert_equals_solo(await relay.client.generate(PROMPT, **LONG), kit.solo(), PROMPT, **LONG)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_abort_in_mid_prefill(make_checkpoint: MakeCheckpoint, admin: dict[str, Any], stream: bool) -> None:
+    """The prefill worker hears of it from the decode worker, and its report does not become the answer."""
+    kit = held(checkpoint_kit(make_checkpoint()))
+    async with running_relay(*plans(kit, "disaggregated"), **admin) as relay:
+        requests = [
+            asyncio.create_task(relay.client.generate(prompt_of(100, seed), stream=stream, **LONG)) for seed in range(4)
+        ]
+        await hold(relay.prefiller, 3)
+        await in_mid_step(relay, relay.prefiller, asyncio.create_task(done(relay, "/pause?mode=abort")))
+        for request in requests:
+            answer = await request
+            assert (answer.error, answer.finish_reason, answer.token_ids) == (None, "abort", [])
+        await relay.assert_baseline()
+        await done(relay, "/resume")
+        assert_equals_solo(await relay.client.generate(PROMPT, **LONG), kit.solo(), PROMPT, **LONG)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_client_that_leaves_frees_what_was_frozen(
+    make_checkpoint: MakeCheckpoint, admin: dict[str, Any], mode: str
+) -> None:
+    kit = held(checkpoint_kit(make_checkpoint()))
+    async with running_relay(*plans(kit, mode), **admin) as relay:
+        request = asyncio.create_task(relay.client.generate(PROMPT, stream=True, **LONG))
+        await hold(relay.decode, 10)
+        await in_mid_step(relay, relay.decode, asyncio.create_task(done(relay, "/pause?mode=keep")))
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        await relay.assert_baseline()
+        assert relay.decode.core.engine.frozen
+
+
 @pytest.mark.parametrize("mode", MODES)
 async def test_wait_finishes_what_was_begun(make_checkpoint: MakeCheckpoint, admin: dict[str, Any], mode: str) -> None:
     kit = held(checkpoint_kit(make_checkpoint()))
