@@ -91,7 +91,7 @@ async def test_examples_are_served(client: Client) -> None:
 
 async def test_every_route_in_short(client: Client, tmp_path: Path) -> None:
     before, expected = await client.json("/cluster"), await canary(client)
-    assert await run(client.url, tmp_path, "examples,fuzzing", 10) >= 150
+    assert await run(client.url, tmp_path, "examples,fuzzing", 16) >= 150
     await assert_unharmed(client, before)
     assert await canary(client) == expected
 
