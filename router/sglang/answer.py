@@ -42,10 +42,22 @@ class SglangOptions:
 
 @dataclass(slots=True)
 class _Told:
-    """What the events of a choice have said so far."""
+    """What a choice has said so far, in the words of its answer: events repeat it all, but make only what is new."""
 
-    tokens: list[SampledToken] = field(default_factory=list)
     text: str = ""
+    ids: list[int] = field(default_factory=list)
+    own: list[LogprobTriple] = field(default_factory=list)
+    top: list[list[LogprobTriple]] = field(default_factory=list)
+
+    def add(self, piece: Piece, tokenizer: Tokenizer | None) -> "_Told":
+        """With a tokenizer, logprobs show texts."""
+        self.text += piece.text
+        for token in piece.tokens:
+            self.ids.append(token.token_id)
+            if token.logprob is not None:
+                self.own.append(_triple(token.logprob, tokenizer))
+                self.top.append([_triple(each, tokenizer) for each in token.top])
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +73,14 @@ class SglangDialect:
         return "final"
 
     def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
-        outputs = [
-            self._output(job, outcome.state, outcome.piece, outcome.piece.tokens, outcome.piece.text)
-            for outcome in outcomes
-        ]
+        outputs = [self._output(job, outcome.state, outcome.piece) for outcome in outcomes]
         return _to_json(SglangAnswer(outputs if self.options.batch else outputs[0]))
 
     def opening(self, job: Job) -> Sequence[bytes]:
         return ()
 
     def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes:
-        told = self._told.setdefault(state.index, _Told())
-        told.tokens += piece.tokens
-        told.text += piece.text
-        output = self._output(job, state, piece, told.tokens, told.text)
+        output = self._output(job, state, piece)
         return _to_json(output.model_copy(update={"index": state.index}) if self.options.batch else output)
 
     def closing(self, job: Job) -> Sequence[bytes]:
@@ -83,43 +89,32 @@ class SglangDialect:
     def token_bytes(self, token: SampledToken, text: str) -> int:
         return token_bytes(token, text)
 
-    def _output(
-        self, job: Job, state: ChoiceState, piece: Piece, tokens: Sequence[SampledToken], text: str
-    ) -> SglangOutput:
-        """`tokens` and `text` are all that the choice has; `piece` brings its rows and its end."""
-        return SglangOutput(
-            text=text,
-            output_ids=[token.token_id for token in tokens],
-            meta_info=self._meta_info(job, state, piece, tokens),
-        )
-
-    def _meta_info(self, job: Job, state: ChoiceState, piece: Piece, tokens: Sequence[SampledToken]) -> SglangMetaInfo:
-        """Sets only the fields that have something to say; the others are left out of the JSON."""
-        plan, spans = state.plan, state.versions.spans
+    def _output(self, job: Job, state: ChoiceState, piece: Piece) -> SglangOutput:
+        """The choice with everything up to this piece."""
         tokenizer = job.tokenizer if self.options.text_in_logprobs else None
-        said: dict[str, object] = {
+        told = self._told.setdefault(state.index, _Told()).add(piece, tokenizer)
+        said = self._counts(job, state, piece, told)
+        if self.options.logprobs:
+            said["output_token_logprobs"] = told.own
+            if self.options.num_top:
+                said["output_top_logprobs"] = told.top
+        if piece.finish is not None:
+            said |= self._at_the_end(job, state, piece, tokenizer)
+        # Fields that are not set are left out of the JSON.
+        return SglangOutput(text=told.text, output_ids=told.ids, meta_info=SglangMetaInfo.model_validate(said))
+
+    def _counts(self, job: Job, state: ChoiceState, piece: Piece, told: _Told) -> dict[str, object]:
+        plan, spans = state.plan, state.versions.spans
+        return {
             "id": self.options.ids[state.index],
-            "finish_reason": None if piece.finish is None else _finish_reason(piece.finish, tokens),
+            "finish_reason": None if piece.finish is None else _finish_reason(piece.finish, told.ids),
             "prompt_tokens": plan.prompt_len,
-            "completion_tokens": len(tokens),
+            "completion_tokens": len(told.ids),
             "cached_tokens": job.count.cached.get(plan.index, 0),
             "weight_version": spans[-1][0] if spans else job.limits.weight_version,
             "weight_versions": weight_versions(state.versions),
             "e2e_latency": time.monotonic() - job.clock.started_at,
         }
-        said |= self._output_logprobs(tokens, tokenizer)
-        if piece.finish is not None:
-            said |= self._at_the_end(job, state, piece, tokenizer)
-        return SglangMetaInfo.model_validate(said)
-
-    def _output_logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer | None) -> dict[str, object]:
-        if not self.options.logprobs:
-            return {}
-        own = [_triple(token.logprob, tokenizer) for token in tokens if token.logprob is not None]
-        if not self.options.num_top:
-            return {"output_token_logprobs": own}
-        top = [[_triple(each, tokenizer) for each in token.top] for token in tokens]
-        return {"output_token_logprobs": own, "output_top_logprobs": top}
 
     def _at_the_end(self, job: Job, state: ChoiceState, piece: Piece, tokenizer: Tokenizer | None) -> dict[str, object]:
         """What only the last event of a choice carries, because it would be too large to repeat."""
@@ -151,14 +146,14 @@ def flat_int32(rows_TLK: RoutingArray) -> str:
     return pybase64.b64encode_as_string(np.ascontiguousarray(rows_TLK, np.dtype("<i4")).tobytes())
 
 
-def _finish_reason(finish: Finish, tokens: Sequence[SampledToken]) -> SglangFinishReason:
+def _finish_reason(finish: Finish, token_ids: Sequence[int]) -> SglangFinishReason:
     match finish.reason:
         case FinishReason.STOP:
             # An end-of-sequence id is matched like any stop id.
-            matched = tokens[-1].token_id if finish.stop_reason is None else finish.stop_reason
+            matched = token_ids[-1] if finish.stop_reason is None else finish.stop_reason
             return SglangFinishReason(type="stop", matched=matched)
         case FinishReason.LENGTH:
-            return SglangFinishReason(type="length", length=len(tokens))
+            return SglangFinishReason(type="length", length=len(token_ids))
         case FinishReason.ABORT:
             return SglangFinishReason(type="abort", message="Aborted")
 
