@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.sampling import SampledToken, TokenLogprob
+from common.errors import InternalError
+from common.sampling import FinishReason, TokenLogprob
 from router.answer import finite, masks_of, own_first, to_json, weight_versions
 from router.openai.dialect import OpenAIDialect
 from router.openai.responses import (
@@ -44,7 +45,7 @@ class CompletionDialect(OpenAIDialect):
         return CompletionChoice(
             index=state.index,
             text=self._echo(state) + piece.text,
-            logprobs=self._logprobs(job, state, piece.tokens, begins=True),
+            logprobs=self._logprobs(job, state, piece, begins=True),
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             token_ids=self._ids(piece.tokens),
@@ -64,7 +65,7 @@ class CompletionDialect(OpenAIDialect):
         choice = CompletionStreamChoice(
             index=state.index,
             text=(self._echo(state) if begins else "") + piece.text,
-            logprobs=self._logprobs(job, state, piece.tokens, begins=begins),
+            logprobs=self._logprobs(job, state, piece, begins=begins),
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish else None,
             token_ids=self._ids(piece.tokens),
@@ -95,30 +96,33 @@ class CompletionDialect(OpenAIDialect):
     def _echo(self, state: ChoiceState) -> str:
         return self.echoes[state.plan.index] if self.echoes else ""
 
-    def _logprobs(
-        self, job: Job, state: ChoiceState, tokens: Sequence[SampledToken], *, begins: bool
-    ) -> CompletionLogprobs | None:
-        """Of these tokens, after those of an echoed prompt. None if there are none, or the request wants none."""
+    def _logprobs(self, job: Job, state: ChoiceState, piece: Piece, *, begins: bool) -> CompletionLogprobs | None:
+        """Of its tokens, after those of an echoed prompt. None if there are none, or the request wants none."""
         if state.plan.sampling.logprobs is None:
             return None
         spelled = _Spelled(self.words, 0 if begins else self._num_spelled.get(state.index, 0))
-        if begins and self.body.echo:
+        if begins and self.body.echo and not _came_to_nothing(piece):
             _spell_prompt(spelled, job, state)
-        for token in tokens:
+        for token in piece.tokens:
             if token.logprob is not None:
                 spelled.add(token.token_id, token.logprob, own_first(token.logprob, token.top))
         self._num_spelled[state.index] = spelled.num_chars
         return spelled.logprobs()
 
 
+def _came_to_nothing(piece: Piece) -> bool:
+    """Aborted before the first token: not all of the prompt may have been scored."""
+    return not piece.tokens and piece.finish is not None and piece.finish.reason is FinishReason.ABORT
+
+
 def _spell_prompt(spelled: "_Spelled", job: Job, state: ChoiceState) -> None:
-    """All of the prompt or, if the choice was aborted before its prompt was scored, nothing."""
-    scores = job.prompt_logprobs(state.plan)
-    if scores is None or len(scores) < state.plan.prompt_len:
-        return
+    """Raises InternalError if a choice begins before the scores of its whole prompt are there."""
+    prompt, scores = state.plan.token_ids, job.prompt_logprobs(state.plan)
+    if scores is None or len(scores) != len(prompt):
+        raise InternalError(f"{job.request_id}: choice {state.index} began before its prompt was scored")
     num_alternatives = state.plan.sampling.logprobs or 0
-    spelled.add(state.plan.token_ids[0], None, ())
-    for token_id, entries in zip(state.plan.token_ids[1:], scores[1:, : 1 + num_alternatives].tolist(), strict=True):
+    spelled.add(prompt[0], None, ())
+    for token_id, entries in zip(prompt[1:], scores[1:, : 1 + num_alternatives].tolist(), strict=True):
         own, *top = (TokenLogprob(*entry) for entry in entries)
         spelled.add(token_id, own, own_first(own, top))
 
