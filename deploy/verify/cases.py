@@ -25,7 +25,7 @@ def make_case(seed: int, index: int, limits: CaseLimits) -> Case:
     rng = _rng(seed, index)
     prompt = _prompt(rng, seed, limits)
     asked = rng.choice((1, 2, limits.max_output, rng.randint(1, limits.max_output)))
-    asked, sampling, text = draw_sampling(rng, len(prompt), asked, limits)
+    asked, sampling, text = draw_sampling(rng, seed, index, len(prompt), asked, limits)
     case = Case(
         index=index,
         prompt=prompt,

@@ -4,10 +4,14 @@ Legal means that a token is always left to sample: of what forbids tokens, at mo
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from common.sampling import INT64_MAX, INT64_MIN, SamplingParams
 from deploy.verify.case import CaseLimits, TextRules
+
+ValueT = TypeVar("ValueT")
 
 #: Choices are computed one after the other by the solo run; shorter ones keep it at the pace of the cluster.
 _MOST_TOKENS_OF_CHOICES = 16
@@ -16,18 +20,28 @@ _FEWEST_PIECES = 16
 _NUM_FAVOURITES = 6
 #: Makes a few ids so likely that texts made of them do occur, and so unlikely to win always that others occur too.
 _FAVOUR = 8.0
+#: What is asked for in each so many requests, in random order: short runs ask for everything too.
+_RULES = ("stop", "stop", "stop", "bad_words", "grammar", "grammar", "allowed_token_ids", "", "", "")
+_CHOICES = (1, 1, 1, 1, 1, 1, 1, 1, 2, 3)
 
 
 def draw_sampling(
-    rng: random.Random, num_prompt: int, asked: int, limits: CaseLimits
+    rng: random.Random, seed: int, index: int, num_prompt: int, asked: int, limits: CaseLimits
 ) -> tuple[int, SamplingParams, TextRules]:
     """The `max_tokens` to ask for, and everything else; `asked` is the most."""
-    n = rng.choice((2, 3)) if rng.random() < 0.15 else 1
+    n = _in_turn(_CHOICES, f"{seed}:choices", index)
     if n > 1:
         asked = min(asked, _MOST_TOKENS_OF_CHOICES)
     max_tokens = min(asked, limits.max_model_len - num_prompt)
-    params, text = _rules(rng, _told(rng, replace(_common(rng, max_tokens, limits), n=n), limits), limits)
+    params = _told(rng, replace(_common(rng, max_tokens, limits), n=n), limits)
+    params, text = _ruled(rng, _in_turn(_RULES, f"{seed}:rules", index), params, limits)
     return asked, params, text
+
+
+def _in_turn(values: Sequence[ValueT], order: str, index: int) -> ValueT:
+    """Each value once in every `len(values)` indices, in an order that the name of the order determines."""
+    turn, at = divmod(index, len(values))
+    return random.Random(f"{order}:{turn}").sample(values, len(values))[at]
 
 
 def _common(rng: random.Random, max_tokens: int, limits: CaseLimits) -> SamplingParams:
@@ -85,17 +99,18 @@ def _logit_bias(rng: random.Random, limits: CaseLimits) -> dict[int, float]:
     return {}
 
 
-def _rules(rng: random.Random, params: SamplingParams, limits: CaseLimits) -> tuple[SamplingParams, TextRules]:
-    """At most one rule about what the output may hold."""
-    kind = rng.random()
+def _ruled(
+    rng: random.Random, rule: str, params: SamplingParams, limits: CaseLimits
+) -> tuple[SamplingParams, TextRules]:
+    """With a rule about what the output may hold, if the checkpoint can follow it."""
     has_pieces = len(limits.pieces) >= _FEWEST_PIECES
-    if kind < 0.2 and has_pieces:
+    if rule == "stop" and has_pieces:
         return _with_stop(rng, params, limits)
-    if kind < 0.3 and has_pieces:
+    if rule == "bad_words" and has_pieces:
         return _with_bad_words(rng, params, limits)
-    if kind < 0.42 and limits.grammars:
+    if rule == "grammar" and limits.grammars:
         return replace(params, min_tokens=0, stop_token_ids=frozenset()), TextRules(grammar=rng.choice(limits.grammars))
-    if kind < 0.52:
+    if rule == "allowed_token_ids":
         return replace(params, allowed_token_ids=_allowed(rng, params, limits)), TextRules()
     return params, TextRules()
 

@@ -37,6 +37,15 @@ TEXTS = [chr(ord("a") + i % 26) + chr(ord("a") + i // 26) for i in range(VOCAB)]
 
 #: What is hashed into the tokens, by the request's name, with the value that changes nothing.
 _HEARD: dict[str, object] = {
+    "min_tokens": 0,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": 0,
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "logit_bias": {},
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -115,6 +124,15 @@ def _heard_by_solo(case: Case) -> dict[str, object]:
         "choice": {"choice": ["yes", "no", "maybe", "not-yet"]},
     }
     return {
+        "min_tokens": s.min_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k,
+        "min_p": s.min_p,
+        "seed": s.seed,
+        "stop_token_ids": sorted(s.stop_token_ids),
+        "ignore_eos": s.ignore_eos,
+        "logit_bias": {str(token_id): bias for token_id, bias in s.logit_bias.items()},
         "presence_penalty": s.presence_penalty,
         "frequency_penalty": s.frequency_penalty,
         "repetition_penalty": s.repetition_penalty,

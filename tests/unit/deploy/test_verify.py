@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.engine.solo import SoloResult
-from common.errors import RoutingMissingError
+from common.errors import InternalError, RoutingMissingError
 from deploy.client import ClusterClient
 from deploy.verify.case import Case, CaseLimits
 from deploy.verify.command import ask_and_judge
@@ -297,6 +297,14 @@ async def test_every_wrong_wording_is_found(tamper: TamperJson, line: str) -> No
     ("field", "kind"),
     [
         ("n", "choices"),
+        ("temperature", "token_ids"),
+        ("top_p", "token_ids"),
+        ("top_k", "token_ids"),
+        ("min_p", "token_ids"),
+        ("seed", "token_ids"),
+        ("stop_token_ids", "token_ids"),
+        ("ignore_eos", "token_ids"),
+        ("logit_bias", "token_ids"),
         ("presence_penalty", "token_ids"),
         ("frequency_penalty", "token_ids"),
         ("repetition_penalty", "token_ids"),
@@ -343,3 +351,21 @@ async def test_dumps_of_equal_runs_are_equal_whatever_the_order(tmp_path: Path) 
     one, eight, other = (file.read_text() for file in files)
     assert one == eight != other
     assert [json.loads(line)["request"] for line in one.splitlines()] == list(range(NUM_REQUESTS))
+
+
+@pytest.mark.parametrize("processed", [True, False])
+async def test_the_mode_of_logprobs_is_found_out(processed: bool) -> None:
+    """A token that alone is allowed is certain, in the distribution that it is sampled from."""
+
+    def certain(reply: Reply, streamed: bool) -> Reply:
+        return dataclasses.replace(reply, logprobs=[0.0]) if processed else reply
+
+    async with ArithmeticRouter(LIMITS.max_model_len, certain).running() as url, ClusterClient(url) as client:
+        assert (await find_switches(client)).processed_logprobs is processed
+
+
+async def test_a_cluster_that_answers_in_another_form_is_an_error() -> None:
+    router = ArithmeticRouter(LIMITS.max_model_len, tamper_json=lambda body, streamed: {**body, "choices": []})
+    async with router.running() as url, ClusterClient(url) as client:
+        with pytest.raises(InternalError, match="not the documented form"):
+            await find_switches(client)
