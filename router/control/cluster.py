@@ -126,8 +126,9 @@ class ClusterControl:
     ) -> WeightUpdate:
         """Puts the checkpoint in `path` to use on every worker, or on none.
 
-        Workers that serve are paused meanwhile, with `mode`, and resumed unless `stay_paused`. Workers that have the
-        version already, because an earlier update reached only some, are left as they are.
+        Workers that serve are paused meanwhile, with `mode`, and resumed unless `stay_paused`; those that were paused
+        before stay so. Workers that have the version already, because an earlier update reached only some, are left as
+        they are.
 
         Raises:
             InvalidRequestError: the checkpoint or the version cannot be used; nothing has changed.
@@ -146,7 +147,7 @@ class ClusterControl:
             fingerprint = await self._stage(workers, behind, path, version)
             running = [worker for worker in workers if not worker.paused]
             try:
-                await self._pause_workers(running, mode)
+                await self._pause_workers(_to_pause(workers, mode), mode)
                 await self._fleet.refresh()
                 num_frozen = sum(worker.num_live for worker in workers if worker.side == "decode")
                 await self._commit(behind, version)
@@ -222,7 +223,7 @@ class ClusterControl:
             awake = [worker for worker in workers if not worker.described.sleep_level]
             request = worker_pb2.SleepRequest(level=level)
             try:
-                await self._pause_workers(running, mode)
+                await self._pause_workers(_to_pause(workers, mode), mode)
                 (await ask(workers, lambda worker: worker.control.Sleep(request, timeout=STEP_TIMEOUT_S))).check()
             except BaseException:
                 await self._wake_workers(awake)
@@ -291,6 +292,11 @@ class ClusterControl:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.warning("control_failed", error=str(error))
+
+
+def _to_pause(workers: Sequence[Worker], mode: PauseMode) -> Sequence[Worker]:
+    """Those that serve; what is frozen on the others must end, too, if the mode says so."""
+    return workers if mode == "abort" else [worker for worker in workers if not worker.paused]
 
 
 def _next_version(workers: Sequence[Worker]) -> str:

@@ -375,6 +375,16 @@ async def test_sleep_pauses_and_wake_up_serves_again(admin: dict[str, Any], leve
         await cluster.canary()
 
 
+@pytest.mark.parametrize("path", ["/sleep", "/update_weights_from_disk"])
+async def test_abort_ends_what_an_earlier_pause_froze(admin: dict[str, Any], path: str) -> None:
+    body = {"model_path": "/new", "abort_all_requests": True} if path != "/sleep" else None
+    async with running(**admin) as cluster, held_stream(cluster, 2) as stream:
+        await done(cluster, "/pause?mode=keep")
+        await done(cluster, path, body)
+        assert (await stream)[-1]["finish_reason"] == "abort"
+        assert await asked(cluster, "/is_paused") == {"is_paused": True}
+
+
 async def test_if_one_worker_cannot_sleep_all_are_as_before(admin: dict[str, Any]) -> None:
     async with running(**admin) as cluster:
         cluster.prefill[0].control_errors["sleep"] = ConflictError("1 requests are live")
