@@ -53,6 +53,19 @@ def test_the_first_wish_to_end_a_live_request_counts() -> None:
     assert not door.try_begin_end(RequestId("a"))
 
 
+def test_the_end_of_the_request_follows_that_of_a_choice_and_not_the_other_way_round() -> None:
+    door = admission()
+    door.enter(named("a"))
+    assert door.try_begin_end(RequestId("a"), 1)
+    assert not door.try_begin_end(RequestId("a"), 1)
+    assert door.try_begin_end(RequestId("a"), 0)
+    assert door.try_begin_end(RequestId("a"))
+    assert not door.try_begin_end(RequestId("a"), 2)
+    door.leave(RequestId("a"))
+    door.enter(named("a"))
+    assert door.try_begin_end(RequestId("a"), 1)
+
+
 def test_closing_names_the_orphans_and_lets_nobody_in() -> None:
     door = admission()
     door.enter(named("b"))

@@ -4,6 +4,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -154,6 +155,23 @@ def test_an_abort_during_a_step_takes_effect_after_it(consumer: Consumer) -> Non
     assert got.finish == Finish(FinishReason.ABORT)
     assert len(got.tokens) == 1
     assert sum(len(rows) for rows in got.rows) == 3
+    consumer.assert_baseline()
+
+
+def test_one_choice_is_aborted_and_then_the_request(consumer: Consumer) -> None:
+    consumer.runner.gate.clear()
+    got = consumer.submit(make_request("a", PROMPT[:3], replace(greedy(9), n=3)))
+    assert consumer.runner.entered.wait(TIMEOUT_S)
+    for choice in (1, 1, 7):
+        consumer.engine.abort(RequestId("a"), choice)
+    consumer.runner.gate.set()
+    while not got.all[1].ended:
+        consumer.receive()
+    consumer.engine.abort(RequestId("a"))
+    while not got.request_ended:
+        consumer.receive()
+    assert got.all[1].finish == Finish(FinishReason.ABORT)
+    assert len(got.all[1].tokens) == 1
     consumer.assert_baseline()
 
 
