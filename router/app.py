@@ -67,7 +67,7 @@ def create_app(settings: RouterSettings) -> web.Application:
 def create_control_app(public: web.Application) -> web.Application:
     """The application of the control port, over what the public one has; to be started after it."""
     access = Access.of(public[SETTINGS])
-    control = _application(public[SETTINGS], CONTROL, Guard(access.admin_keys), access.cors)
+    control = _application(public[SETTINGS], CONTROL, Guard(access.admin_keys, refuses_pages=True), access.cors)
 
     async def share(app: web.Application) -> None:
         for key in public:

@@ -61,19 +61,27 @@ def read_keys(path: Path | None, flag: str) -> KeyRing | None:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Which keys open which routes; None: no key is needed. `admin_paths` are routes for administrators only."""
+    """Which keys open which routes; None: no key is needed. `admin_paths` are routes for administrators only.
+
+    `refuses_pages`: without keys, a browser must not come on behalf of a web page. Loopback does not keep pages out that
+    the administrator visits, and a plain form can POST.
+    """
 
     keys: KeyRing | None
     admin_keys: KeyRing | None = None
     admin_paths: frozenset[str] = frozenset()
+    refuses_pages: bool = False
 
     def check(self, request: web.Request) -> None:
         """Raises AuthenticationError unless the request may go on."""
         resource = request.match_info.route.resource
         # Not the path as sent: a route is protected however its path was spelled.
-        keys = self._keys_of(resource.canonical if resource is not None else None)
+        path = resource.canonical if resource is not None else None
+        keys = self._keys_of(path)
         if keys is not None:
             _check_key(request, keys)
+        elif self.refuses_pages and path not in OPEN_PATHS and "Origin" in request.headers:
+            raise AuthenticationError("web pages need a key here; start with --admin-key-file")
 
     def needs_key(self, path: str) -> bool:
         """Whether the route with that path does."""

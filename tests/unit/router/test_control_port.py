@@ -96,6 +96,19 @@ async def test_it_controls_the_workers_of_the_public_port() -> None:
         await cluster.canary()
 
 
+async def test_web_pages_cannot_control_without_a_key(admin_keys: Path) -> None:
+    """A page that the administrator visits can POST to loopback without asking first."""
+    page = {"Origin": "https://page.example", "Content-Type": "text/plain"}
+    async with with_control() as (cluster, control):
+        assert (await control.post("/pause", headers=page)).status == 401
+        assert (await control.get("/live", headers=page)).status == 200
+        await cluster.canary()
+    async with with_control(admin_key_file=admin_keys) as (_, control):
+        key = {"Authorization": "Bearer root"}
+        assert (await control.post("/pause", headers=page)).status == 401
+        assert (await control.post("/pause", headers=page | key)).status == 200
+
+
 def test_open_control_routes_are_refused(admin_keys: Path) -> None:
     for host in ("0.0.0.0", "::", "10.0.0.7", "control.example"):
         with pytest.raises(ConfigError, match=r"--admin-host.*--admin-key-file"):

@@ -76,7 +76,7 @@ async def test_all_headers_together_are_bounded() -> None:
 
 async def test_request_ids_of_ten_kilobytes_are_not_repeated() -> None:
     async with running() as cluster:
-        for value in (b"x" * 10_000, b"caf\xc3\xa9", b"caf\xe9", b"a%0d%0aX-Evil: 1"):
+        for value in (b"x" * 10_000, b"\xc3\xa9l\xc3\xa8ve", b"\xe9l\xe8ve", b"a%0d%0aX-Evil: 1"):
             length = f"Content-Length: {len(BODY)}\r\n\r\n".encode()
             status, headers, answer = await exchange(
                 cluster, HEAD + b"X-Request-Id: " + value + b"\r\n" + length + BODY
