@@ -63,8 +63,8 @@ def read_keys(path: Path | None, flag: str) -> KeyRing | None:
 class Guard:
     """Which keys open which routes; None: no key is needed. `admin_paths` are routes for administrators only.
 
-    `refuses_pages`: without keys, a browser must not come on behalf of a web page. Loopback does not keep pages out that
-    the administrator visits, and a plain form can POST.
+    `refuses_pages`: without keys, a browser must not come on behalf of a web page. Loopback does not keep out pages
+    that the administrator visits, and a plain form can POST.
     """
 
     keys: KeyRing | None
