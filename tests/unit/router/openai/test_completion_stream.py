@@ -1,5 +1,6 @@
 """POST /v1/completions with `stream`, over fake workers."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 
 from common.errors import HandoffTimeoutError
 from tests.fakes.fake_workers import Script, description, expected_rows, expected_tokens
-from tests.unit.router.cluster import joined_rows, joined_tokens, running, split_events
-from tests.unit.router.openai.vocabulary import COMPLETIONS, ids, of_choice, said, stream
+from tests.unit.router.cluster import joined_rows, joined_tokens, running, split_events, strict_json
+from tests.unit.router.openai.vocabulary import CHAT, COMPLETIONS, ids, of_choice, said, stream, text_of
 
 
 async def test_events_joined_are_the_whole_answer(model: str) -> None:
@@ -168,3 +169,37 @@ async def test_events_keep_to_their_size(model: str) -> None:
         events = split_events(await response.read())
     assert len(events) > 3
     assert max(len(event) for event in events) <= 4096
+
+
+async def test_abort_keeps_what_is_there(model: str) -> None:
+    """By the id in the events; ids, logprobs and text of equal span."""
+    script = Script(hold_after=3)
+    body = {"prompt": [100], "max_tokens": 9, "stream": True, "logprobs": 0, "return_token_ids": True}
+    async with running(script, model=model) as cluster, cluster.http.post(COMPLETIONS, json=body) as response:
+        events = [await response.content.readuntil(b"\n\n") for _ in range(3)]
+        request_id = strict_json(events[0].removeprefix(b"data: ").decode())["id"]
+        _, answer = await cluster.post({"request_ids": [request_id]}, "/inference/v1/abort_requests")
+        assert answer == {"aborted": [request_id], "unknown": []}
+        last, done = split_events(await response.read())
+    choices = [strict_json(event.removeprefix(b"data: ").decode())["choices"][0] for event in events]
+    assert joined_tokens(choices) == [100, 107, 114]
+    assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [1, 1, 1]
+    (end,) = strict_json(last.decode())["choices"]
+    assert (end["finish_reason"], end["text"], end["token_ids"], end["logprobs"]) == ("abort", "", [], None)
+    assert done == b"[DONE]"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_abort_before_the_first_token(model: str, path: str) -> None:
+    """With what was asked of the prompt, though not all of it was scored."""
+    script = Script(hold_after=0)
+    body: dict[str, Any] = {"prompt": [100], "logprobs": 0, "echo": True}
+    if path == CHAT:
+        body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
+    async with running(script, model=model) as cluster:
+        streaming = asyncio.create_task(stream(cluster, path, body, headers={"X-Request-Id": "mine"}))
+        await cluster.decode[0].wait_until(lambda: bool(cluster.decode[0].live))
+        await cluster.post({"request_ids": ["mine"]}, "/inference/v1/abort_requests")
+        last = of_choice(await streaming)[-1]
+    assert (last["finish_reason"], last["logprobs"]) == ("abort", None)
+    assert text_of(last) == ("h" if path == COMPLETIONS else "")
