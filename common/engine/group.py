@@ -8,7 +8,7 @@ class ChoiceGroup:
     """One live request; only the engine thread touches it.
 
     Attributes:
-        arrival: number of requests that came before it.
+        arrival: counts requests in the order in which they came.
         open: choices that have not ended; never empty.
         sequences: by choice. Until the prompt is there only choice 0's, which computes or receives it for all, whether
             or not that choice itself is open; from then on those of the open choices.
