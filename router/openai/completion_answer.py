@@ -58,9 +58,9 @@ class CompletionDialect(OpenAIDialect):
 
     def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes | None:
         """The prompt is echoed with the first token, when its logprobs are there, or with the end if none came."""
-        if self._is_silent(state, piece) and not (piece.tokens and self.echoes):
-            return None
         begins = state.num_tokens == len(piece.tokens) and bool(piece.tokens or piece.finish)
+        if self._is_silent(state, piece) and not (begins and self.echoes):
+            return None
         finish = piece.finish
         choice = CompletionStreamChoice(
             index=state.index,

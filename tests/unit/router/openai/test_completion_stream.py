@@ -129,6 +129,15 @@ async def test_echo_comes_with_the_first_token_of_each_choice(model: str, option
         assert len(whole["logprobs"]["tokens"]) == 6
 
 
+async def test_echo_makes_no_empty_events(model: str) -> None:
+    """The first token, half a letter, has no text of its own: the prompt goes out all the same."""
+    async with running(model=model) as cluster:
+        body = {"prompt": [107], "max_tokens": 5, "echo": True, "stop": "END"}
+        choices = of_choice(await stream(cluster, COMPLETIONS, body))
+    assert [choice["text"] for choice in choices] == ["\N{REPLACEMENT CHARACTER}", "é", ""]
+    assert choices[-1]["finish_reason"] == "stop"
+
+
 async def test_streams_of_prompts_alone(model: str) -> None:
     """Case 23, streamed: one event with everything, after those with rows."""
     body = {"prompt": ids("abcd"), "max_tokens": 0, "echo": True, "logprobs": 0}
