@@ -417,14 +417,14 @@ async def test_abort_of_one_choice_of_a_batch() -> None:
             )
         )
         await decode.wait_until(lambda: decode.num_chunks == 8)
-        assert await cluster.post({"rid": "batch_2"}, ABORT) == (200, {"aborted": ["batch_2"]})
+        assert await cluster.post({"rid": "batch_3"}, ABORT) == (200, {"aborted": ["batch_3"]})
         script.release.set()
         answer = await request
     lengths = [len(output["output_ids"]) for output in answer]
-    assert lengths == [6, 6, 2, 6]
+    assert lengths == [6, 6, 6, 2]
     for index, output in enumerate(answer):
         prompt, num_rows = prompts[index // 2], len(prompts[index // 2]) + lengths[index] - 1
-        assert output["meta_info"]["finish_reason"]["type"] == ("abort" if index == 2 else "length")
+        assert output["meta_info"]["finish_reason"]["type"] == ("abort" if index == 3 else "length")
         assert output["output_ids"] == expected_tokens(prompt, lengths[index], index % 2)
         np.testing.assert_array_equal(int32_rows(output, num_rows), expected_int32(0, num_rows))
 
