@@ -56,7 +56,7 @@ def _common(rng: random.Random, max_tokens: int, limits: CaseLimits) -> Sampling
         logit_bias=_logit_bias(rng, limits),
     )
     if rng.random() < 0.25:
-        common = _penalized(rng, common)
+        common = _penalized(rng, common, limits)
     if rng.random() < 0.4:
         return common  # greedy
     return replace(
@@ -68,9 +68,11 @@ def _common(rng: random.Random, max_tokens: int, limits: CaseLimits) -> Sampling
     )
 
 
-def _penalized(rng: random.Random, params: SamplingParams) -> SamplingParams:
+def _penalized(rng: random.Random, params: SamplingParams, limits: CaseLimits) -> SamplingParams:
+    """Of a few ids that come again and again, or a penalty would have nothing to count."""
+    often = rng.sample(range(limits.vocab_size), k=min(_NUM_FAVOURITES, limits.vocab_size))
     return replace(
-        params,
+        _favouring(params, often),
         presence_penalty=rng.choice((0.0, round(rng.uniform(-2, 2), 2))),
         frequency_penalty=rng.choice((0.0, round(rng.uniform(-2, 2), 2))),
         repetition_penalty=rng.choice((1.0, round(rng.uniform(0.7, 1.9), 2))),
@@ -124,18 +126,23 @@ def _with_stop(rng: random.Random, params: SamplingParams, limits: CaseLimits) -
         a = a.strip(" ")
         stops.append(rng.choice((a, a[-1:] + b[:1], a + b, a[-1:])))
     text = TextRules(stop=tuple(stops), skip_special_tokens=rng.random() < 0.7)
-    return _favouring(params, favourites), text
+    return _favouring(params, [token_id for token_id, _ in favourites]), text
 
 
 def _with_bad_words(rng: random.Random, params: SamplingParams, limits: CaseLimits) -> tuple[SamplingParams, TextRules]:
-    """One that is a token that would come often, and one that two such tokens spell."""
+    """One that is a token that would come often, with a space and without, and one that two such tokens spell."""
+    texts = {text for _, text in limits.pieces}
+    twins = sorted(text for text in texts if " " + text in texts)
+    single = rng.choice(twins or sorted(texts))
+    forms = [piece for piece in limits.pieces if piece[1].strip(" ") == single.strip(" ")]
     favourites = rng.sample(limits.pieces, _NUM_FAVOURITES)
-    (_, single), (_, a), (_, b) = favourites[:3]
-    return _favouring(params, favourites), TextRules(bad_words=(single, a + b.lstrip(" ")))
+    (_, a), (_, b) = favourites[:2]
+    words = (single, a + b.lstrip(" "))
+    return _favouring(params, [token_id for token_id, _ in (*forms, *favourites)]), TextRules(bad_words=words)
 
 
-def _favouring(params: SamplingParams, pieces: list[tuple[int, str]]) -> SamplingParams:
-    return replace(params, logit_bias=params.logit_bias | {token_id: _FAVOUR for token_id, _ in pieces})
+def _favouring(params: SamplingParams, token_ids: Sequence[int]) -> SamplingParams:
+    return replace(params, logit_bias=params.logit_bias | dict.fromkeys(token_ids, _FAVOUR))
 
 
 def _allowed(rng: random.Random, params: SamplingParams, limits: CaseLimits) -> frozenset[int]:
