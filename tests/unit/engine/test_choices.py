@@ -1,15 +1,19 @@
 """Several choices of one prompt: computed once, forked, and each of them its own solo run."""
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 import pytest
+import torch
 
+from common.engine.fork import PromptTail
 from common.engine.grammar import AllowedMask, GrammarMatcher
 from common.engine.request import EngineRequest, RequestId, Work
 from common.errors import HandoffCorruptError, InternalError, InvalidRequestError
+from common.kv.pool import BlockId
 from common.sampling import Finish, FinishReason, SampledToken, SamplingParams
-from tests.fakes.fake_runner import VOCAB_SIZE
+from tests.fakes.fake_runner import VOCAB_SIZE, fake_store
 from tests.unit.engine.rig import FakeRig, RigPair, Transcript, limits, make_request, solo
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -286,35 +290,74 @@ def test_an_error_in_one_choice_fails_the_request_once() -> None:
     rig.assert_baseline()
 
 
-class OneToken:
-    """A grammar in which only one id may ever come."""
+class Recital:
+    """A grammar in which the ids follow one another in one order only."""
 
-    def __init__(self, token_id: int) -> None:
-        self.token_id = token_id
+    def __init__(self, token_ids: list[int], position: int = 0) -> None:
+        self.token_ids = token_ids
+        self.position = position
 
-    def fork(self) -> "OneToken":
-        return self
+    def fork(self) -> "Recital":
+        return Recital(self.token_ids, self.position)
 
     def allowed(self) -> AllowedMask:
-        mask_V: AllowedMask = np.arange(VOCAB_SIZE) == self.token_id
+        mask_V: AllowedMask = np.arange(VOCAB_SIZE) == self.token_ids[self.position]
         return mask_V
 
     def accept(self, token_id: int) -> None:
-        if token_id != self.token_id:
+        if token_id != self.token_ids[self.position]:
             raise InvalidRequestError("no")
+        self.position += 1
+
+
+RECITED = [7, 9, 8, 30, 31, 32]
+
+
+def recital(name: str, work: Work) -> EngineRequest:
+    matcher = cast(GrammarMatcher, Recital(RECITED))
+    return EngineRequest(RequestId(name), PROMPT, sampled(3, grammar="recital"), 0, work, matcher=matcher)
+
+
+@pytest.mark.parametrize("seats", [1, 8])
+def test_every_choice_walks_through_the_grammar_on_its_own(seats: int) -> None:
+    rig = FakeRig(bounds=limits(max_num_seqs=seats))
+    here = rig.submit(recital("here", Work.WHOLE))
+    rig.run()
+    assert [[t.token_id for t in choice.tokens] for choice in here.all] == [RECITED] * 3
+    pair, request = RigPair(FakeRig(), FakeRig(bounds=limits(max_num_seqs=seats))), recital("there", Work.WHOLE)
+    there = pair.start(request)
+    pair.hand_over(request.request_id)
+    pair.decode.run()
+    assert [[t.token_id for t in choice.tokens] for choice in there.all] == [RECITED] * 3
 
 
 def test_a_first_token_that_the_grammar_refuses_is_corrupt() -> None:
-    matcher, sampling = cast(GrammarMatcher, OneToken(7)), sampled(2, grammar="seven")
     rig = FakeRig()
-    here = rig.submit(EngineRequest(RequestId("here"), PROMPT, sampling, 0, matcher=matcher))
-    there = rig.submit(EngineRequest(RequestId("there"), PROMPT, sampling, None, Work.DECODE, matcher=matcher))
-    rig.run()
-    assert [[t.token_id for t in choice.tokens] for choice in here.all] == [[7] * 6] * 2
-    rig.core.commit_handoff(RequestId("there"), [SampledToken(7), SampledToken(8)])
+    got = rig.submit(replace(recital("a", Work.DECODE), routing_start=None))
+    rig.step()
+    rig.core.commit_handoff(ID, [SampledToken(7), SampledToken(8), SampledToken(7)])
     rig.deliver()
-    assert isinstance(there.error, HandoffCorruptError)
+    assert isinstance(got.error, HandoffCorruptError)
     rig.assert_baseline()
+
+
+@pytest.mark.parametrize("routing", [True, False])
+def test_the_prompts_tail_is_copied_with_its_rows(routing: bool) -> None:
+    """Positions 4 to 6 of a prompt of 7, from block 3 to block 5: slots 12 to 14 to slots 20 to 22."""
+    store = fake_store(8)
+    store.kv_L2SGD.copy_(torch.arange(store.kv_L2SGD.numel()).view(store.kv_L2SGD.shape))
+    rows_NLK = np.arange(3 * 4, dtype=np.uint8).reshape(3, 2, 2)
+    if routing:
+        store.write_rows(np.array([12, 13, 14]), rows_NLK)
+    before = store.kv_L2SGD.clone()
+    tail = PromptTail.read(store, [BlockId(1), BlockId(3)], 7, routing=routing)
+    assert tail is not None
+    tail.write(store, [BlockId(1), BlockId(5)])
+    before[:, :, 20:23] = before[:, :, 12:15]
+    assert torch.equal(store.kv_L2SGD, before)
+    if routing:
+        np.testing.assert_array_equal(store.read_rows(np.array([20, 21, 22])), rows_NLK)
+    assert PromptTail.read(store, [BlockId(1), BlockId(3)], 8, routing=False) is None
 
 
 def test_tokens_name_the_weights_in_use() -> None:
