@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 class PauseMode(StrEnum):
-    """What becomes of live requests: they end at once, are finished, or are frozen."""
+    """What becomes of live requests: they end at once, are finished, or are frozen; see `Engine.freeze`."""
 
     ABORT = "abort"
     WAIT = "wait"
