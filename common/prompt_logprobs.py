@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens, packed: how they travel from the worker that computes the prompt to the router."""
+"""Log probabilities of prompt tokens, packed: how they travel from where the prompt is computed to the router."""
 
 from typing import NewType
 
