@@ -18,6 +18,7 @@ class HeldRunner(ModelRunner):
         super().__init__(decoder, store)
         self.num_steps = 0
         self._limit: int | None = None
+        self._held = False
         self._changed = threading.Condition()
 
     def hold_after(self, num_steps: int | None) -> None:
@@ -28,15 +29,20 @@ class HeldRunner(ModelRunner):
 
     def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._limit is None or self.num_steps < self._limit, timeout=30)
-            self.num_steps += 1
+            self._held = not self._allowed()
             self._changed.notify_all()
+            assert self._changed.wait_for(self._allowed, timeout=30)
+            self._held = False
+            self.num_steps += 1
         return super().execute(chunks)
 
-    def wait_steps(self, num_steps: int) -> None:
-        """Blocks until so many steps have begun."""
+    def _allowed(self) -> bool:
+        return self._limit is None or self.num_steps < self._limit
+
+    def wait_held(self) -> None:
+        """Blocks until a step waits."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.num_steps >= num_steps, timeout=30)
+            assert self._changed.wait_for(lambda: self._held, timeout=30)
 
 
 def held(kit: Kit) -> Kit:

@@ -59,19 +59,17 @@ def runner_of(end: WorkerEnd) -> HeldRunner:
 
 
 async def hold(end: WorkerEnd, num_steps: int) -> None:
-    """Returns when the worker has computed so many more steps; the next one stands still."""
+    """Returns when the worker has computed so many more steps, and the next one stands still."""
     runner = runner_of(end)
     runner.hold_after(runner.num_steps + num_steps)
-    await asyncio.to_thread(runner.wait_steps, runner.num_steps + num_steps)
+    await asyncio.to_thread(runner.wait_held)
 
 
 async def in_mid_step(relay: Relay, end: WorkerEnd, operation: "asyncio.Task[JsonObject]") -> None:
-    """Lets the held step end once the operation has told the worker to pause."""
-    role = "prefill" if end is relay.prefill else "decode"
+    """Lets the held step end once a worker pauses: this one, or one that waits for what this one computes."""
 
     async def pausing() -> bool:
-        views = (await relay.client.json("/cluster"))["workers"]
-        return any(view["pause"] == "pausing" for view in views if view["role"] in (role, "both"))
+        return any(view["pause"] == "pausing" for view in (await relay.client.json("/cluster"))["workers"])
 
     await until(pausing)
     runner_of(end).hold_after(None)
@@ -134,10 +132,10 @@ async def test_frozen_in_mid_decode(make_checkpoint: MakeCheckpoint, admin: dict
         await relay.assert_baseline()
 
 
-async def test_frozen_in_mid_prefill_for_longer_than_a_handoff_may_stand_still(
+async def test_a_prompt_under_way_comes_to_its_first_token_and_is_frozen_then(
     make_checkpoint: MakeCheckpoint, admin: dict[str, Any]
 ) -> None:
-    """The lease is renewed by the event loop, whether or not the engine computes."""
+    """Its KV never comes from two sets of weights; and it stays frozen for longer than a handoff may stand still."""
     kit, prompt = held(checkpoint_kit(make_checkpoint())), prompt_of(100)
     fields: JsonObject = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
     async with running_relay(*plans(kit, "disaggregated", timeout_s=0.3), **admin) as relay:
@@ -146,7 +144,8 @@ async def test_frozen_in_mid_prefill_for_longer_than_a_handoff_may_stand_still(
         await in_mid_step(relay, relay.prefiller, asyncio.create_task(done(relay, "/pause?mode=keep")))
         await asyncio.sleep(1.0)  # not to wait for anything: this is how long the operator keeps it paused
         assert not request.done()
-        assert runner_of(relay.prefiller).num_steps < 7
+        assert runner_of(relay.prefiller).num_steps == 7
+        assert relay.decode.core.engine.stats.generated_tokens < 3
         await done(relay, "/resume")
         assert_equals_solo(await request, kit.solo(), prompt, **fields)
         await relay.assert_baseline()
@@ -248,7 +247,7 @@ async def test_tokens_name_the_weights_that_they_came_from(
 
 
 async def test_an_update_in_mid_prefill(make_checkpoint: MakeCheckpoint, admin: dict[str, Any]) -> None:
-    """Both halves of the request go on with the new weights; the handshake before the update stays good."""
+    """The prompt is finished with the old weights; the handshake before the update stays good."""
     old, new = held(checkpoint_kit(make_checkpoint())), checkpoint_kit(make_checkpoint(seed=8))
     prompt = prompt_of(100)
     async with running_relay(*plans(old, "disaggregated"), **admin) as relay:
@@ -257,8 +256,10 @@ async def test_an_update_in_mid_prefill(make_checkpoint: MakeCheckpoint, admin: 
         update = asyncio.create_task(done(relay, "/update_weights", {"path": str(new.path), "version": "b"}))
         await in_mid_step(relay, relay.prefiller, update)
         choice = await request
-        assert choice["weight_versions"] == [{"version": "b", "start": 0, "end": 10}]
-        assert_whole(choice, prompt, {"b"})
+        assert_whole(choice, prompt, {"0", "b"})
+        spans = choice["weight_versions"]
+        assert [span["version"] for span in spans] == ["0", "b"]
+        assert choice["token_ids"][: spans[0]["end"]] == solo_tokens(old.solo(), prompt, spans[0]["end"])
         later = await raw(relay, prompt, max_tokens=10, ignore_eos=True)
         assert_equals_solo(as_answer(later), new.solo(), prompt, max_tokens=10, ignore_eos=True)
         await relay.assert_baseline()
