@@ -144,6 +144,18 @@ class EngineCore:
 
     # --- steps
 
+    def close_admission(self) -> None:
+        """Nobody is admitted any more, but prompts that other workers wait for; what is admitted goes on."""
+        self._scheduler.closed = True
+
+    def open_admission(self) -> None:
+        """Undoes `close_admission`."""
+        self._scheduler.closed = False
+
+    def has_open_prompts(self) -> bool:
+        """A prompt is being computed, is on its way here, or is waited for elsewhere."""
+        return self._scheduler.has_open_prompts()
+
     def step(self) -> bool:
         """Admits what fits, then computes one batch. False when nothing can be computed before the next command."""
         self._admit()

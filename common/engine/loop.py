@@ -63,6 +63,8 @@ class Engine:
         self._stopping = threading.Event()
         #: Written by the engine thread only.
         self._frozen = False
+        #: Futures of freezes that wait for open prompts.
+        self._settling: list[Future[None]] = []
         self._visits = _Visits()
         self._load = self._core.load()
         self._num_threads = 1
@@ -100,15 +102,35 @@ class Engine:
         return self._frozen
 
     def freeze(self) -> Future[None]:
-        """Stops computing; done when no step runs and none will. Commands are still taken, and their events sent."""
-        return self.run_between_steps(partial(self._set_frozen, True))
+        """Stops computing; done when no step runs and none will. Commands are still taken, and their events sent.
+
+        Prompts that are being computed, here or for here, come to their first token before; nobody else is admitted
+        meanwhile. So the KV of a prompt never comes from two sets of weights.
+        """
+        future: Future[None] = Future()
+        if self._visits.enter(future):
+            self._commands.put(partial(self._settle, future))
+        return future
+
+    def _settle(self, future: Future[None]) -> None:
+        self._core.close_admission()
+        self._settling.append(future)
+
+    def _freeze_if_settled(self) -> None:
+        if self._settling and not self._core.has_open_prompts():
+            self._frozen = True
+            for future in self._settling:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(None)
+            self._settling.clear()
 
     def thaw(self) -> Future[None]:
         """Computes again, with everything that is live."""
-        return self.run_between_steps(partial(self._set_frozen, False))
+        return self.run_between_steps(self._thaw)
 
-    def _set_frozen(self, frozen: bool) -> None:
-        self._frozen = frozen
+    def _thaw(self) -> None:
+        self._frozen = False
+        self._core.open_admission()
 
     def label_tokens(self, version: str) -> None:
         """Names the weights in use: every token sampled from now on says so. Before `start`, or between steps."""
@@ -210,7 +232,9 @@ class Engine:
         try:
             while not self._stopping.is_set():
                 self._take_commands(wait=idle or self._frozen)
+                self._freeze_if_settled()
                 idle = not self._frozen and not self._core.step()
+                self._freeze_if_settled()
                 self._load = self._core.load()
                 self._emit(self._core.take_events())
         finally:

@@ -81,6 +81,8 @@ class Scheduler:
         self._forked: deque[SequenceState] = deque()
         #: Sequences that take part in steps, or will without waiting again; in order of admission.
         self._seated: dict[SequenceState, None] = {}
+        #: While set, nobody is admitted but prompts that other workers wait for.
+        self.closed = False
 
     def add(self, request: EngineRequest) -> None:
         """Puts the request into the waiting line, behind those of its priority."""
@@ -117,6 +119,8 @@ class Scheduler:
         return admitted
 
     def _head(self) -> SequenceState | None:
+        if self.closed and not self._has_waiting_prefill():
+            return None
         if self._forked:
             return self._forked[0]
         return self._waiting[0].prompt if self._waiting else None
@@ -167,6 +171,13 @@ class Scheduler:
         freed = [block for s in list(group.sequences.values()) for block in self.remove(s)]
         del self._live[group.request.request_id]
         return freed
+
+    def has_open_prompts(self) -> bool:
+        """A prompt is being computed, is on its way here, or is waited for elsewhere."""
+        return self._has_waiting_prefill() or any(s.phase in (Phase.PREFILLING, Phase.LEASED) for s in self._seated)
+
+    def _has_waiting_prefill(self) -> bool:
+        return bool(self._waiting) and self._waiting[0].request.work is Work.PREFILL
 
     def load(self) -> EngineLoad:
         phases = [s.phase for group in self._live.values() for s in group.sequences.values()]

@@ -49,7 +49,7 @@ def solos(models: dict[str, Path]) -> dict[str, SoloRunner]:
 def cluster(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    flags = ("--mode", request.param, "--admin-port", "0", *FLAGS, "--max-num-batched-tokens", "64")
+    flags = ("--mode", request.param, "--admin-port", "0", *FLAGS, "--max-num-batched-tokens", "48")
     with running_cluster(models[LABELS[0]], tmp_path_factory.mktemp("cluster"), *flags) as running:
         yield running
 
@@ -65,7 +65,7 @@ class Streams:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self.prompts = [prompt_of(1 + 7 * i % 30, i) for i in range(NUM_STREAMS)]
+        self.prompts = [prompt_of(1 + 13 * i % 67, i) for i in range(NUM_STREAMS)]
         self.answers = [Answer(200) for _ in self.prompts]
         self.versions: list[list[JsonObject]] = [[] for _ in self.prompts]
         self._started = asyncio.Semaphore(0)
@@ -174,7 +174,7 @@ async def check_afterwards(client: Client, solo: SoloRunner) -> None:
     rng = random.Random(3)
     for index in range(6):
         prompt = (
-            prompt_of(1 + 7 * index % 30, index) if index % 2 else prompt_of(rng.randrange(1, 60), rng.randrange(99))
+            prompt_of(1 + 13 * index % 67, index) if index % 2 else prompt_of(rng.randrange(1, 60), rng.randrange(99))
         )
         answer = await client.generate(prompt, max_tokens=8, logprobs=2)
         assert_equals_solo(answer, solo, prompt, max_tokens=8, logprobs=2)
