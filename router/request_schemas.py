@@ -16,7 +16,8 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 INT32_MAX = 2**31 - 1
 
 CacheSalt = Annotated[
-    str, Field(min_length=1, max_length=1024, description="Prefixes are cached apart for each salt; never seen in output.")
+    str,
+    Field(min_length=1, max_length=1024, description="Prefixes are cached apart for each salt."),
 ]
 Priority = Annotated[
     int, Field(ge=INT64_MIN, le=INT64_MAX, description="Lower is admitted first; equal ones in order of arrival.")

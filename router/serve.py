@@ -11,9 +11,9 @@ from aiohttp import web
 
 from common.pb import prefill_pb2
 from common.prompt_logprobs import PromptLogprobs, from_bytes
-from common.sampling import Finish, FinishReason, SampledToken
 from common.routing.codec import numpy2base64
 from common.routing.record import RoutingArray
+from common.sampling import Finish, FinishReason, SampledToken
 from router.choice import ChoiceReader, ReadChunk, VersionSpans
 from router.chunk import Chunk
 from router.client import send_json

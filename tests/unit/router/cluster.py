@@ -17,11 +17,11 @@ from common.pb import types_pb2
 from common.routing.codec import base642numpy
 from router.app import create_app
 from router.keys import FLEET
+from router.listener import create_runner
 from router.response_schemas import (
     GenerateResponse,
     GenerateStreamResponse,
 )
-from router.listener import create_runner
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
 
 GENERATE = "/inference/v1/generate"

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from router.serve import THREAD_FROM_BYTES, encoded
 from router.client import ClientWriter
 from router.keys import LIVE
+from router.serve import THREAD_FROM_BYTES, encoded
 from tests.fakes.fake_workers import Script, description
 from tests.unit.router.cluster import GENERATE, Cluster, running
 
