@@ -41,6 +41,7 @@ class ChoiceReader:
     def __init__(self, plan: Plan, tokenizer: Tokenizer | None) -> None:
         self._text: ChoiceText | None = None
         self._prompt_only = plan.prompt_only
+        self._include_stop = plan.text.include_stop
         self.versions = VersionSpans()
         self.ended = False
         if plan.text.needed and not plan.prompt_only:
@@ -64,15 +65,26 @@ class ChoiceReader:
         return ReadChunk(chunk, texts, tail)
 
     def _texts(self, chunk: Chunk) -> tuple[tuple[str, ...], str | None]:
-        """What each token releases, up to the one that completes a stop string, and that string."""
+        """What each token releases, up to the one that completes a stop string, and that string.
+
+        As in vLLM, a stop or end-of-sequence id that ends the choice is no part of its text.
+        """
         texts: list[str] = []
         if self._text is not None:
-            for token in chunk.tokens:
+            for at, token in enumerate(chunk.tokens, start=1):
+                if self._is_stop_token(chunk, at):
+                    texts.append("")
+                    break
                 fed = self._text.feed([token.token_id])
                 texts.append(fed.text)
                 if fed.stop is not None:
                     return tuple(texts), fed.stop
         return tuple(texts), None
+
+    def _is_stop_token(self, chunk: Chunk, at: int) -> bool:
+        """Whether the chunk's `at`-th token ended the choice, by its id, and is not to be seen."""
+        ended = chunk.finish is not None and chunk.finish.reason is FinishReason.STOP
+        return ended and at == len(chunk.tokens) and not self._include_stop
 
     def _without_tokens(self, chunk: Chunk) -> ReadChunk:
         """The one token that the prompt's logits brought is nobody's; the prompt's rows are complete with it."""

@@ -13,8 +13,13 @@ from deploy.verify.vocabulary import Vocabulary
 
 
 def cut_at_stop(case: Case, solo: SoloResult, vocabulary: Vocabulary) -> SoloResult:
-    """The run up to the token that completes a stop string; tokens, logprobs and rows keep that token."""
+    """The run up to the token that completes a stop string; tokens, logprobs and rows keep that token.
+
+    A token that ends the run by itself, by being a stop or an end-of-sequence id, is no part of the text.
+    """
     token_ids = [token.token_id for token in solo.tokens]
+    if solo.finish.reason is FinishReason.STOP:
+        token_ids.pop()
     skip = case.text.skip_special_tokens
     found = vocabulary.stop(token_ids, case.text.stop, case.sampling.min_tokens, skip_special_tokens=skip)
     if found is None:
