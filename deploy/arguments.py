@@ -2,6 +2,10 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
+
+from common.arguments import ArgumentParser
+from router.auth import listed_keys
 
 
 def token_ids(text: str) -> list[int]:
@@ -32,3 +36,15 @@ def url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://127.0.0.1:8000")
     return text.rstrip("/")
+
+
+def add_api_key_file(parser: ArgumentParser) -> None:
+    """Adds --api-key-file."""
+    parser.add_argument(
+        "--api-key-file", type=Path, help="file with the router's API keys, one per line; the first one is sent"
+    )
+
+
+def first_key(path: Path | None) -> str | None:
+    """The key that --api-key-file stands for. Raises ConfigError if the file holds none."""
+    return None if path is None else listed_keys(path, "--api-key-file")[0]

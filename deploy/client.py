@@ -26,16 +26,17 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=300.0)
 
 
 class ClusterClient:
-    """Talks to the router at `url`; at most `max_connections` requests at a time."""
+    """Talks to the router at `url`; at most `max_connections` requests at a time. `api_key` is sent with each."""
 
-    def __init__(self, url: str, max_connections: int = 100) -> None:
+    def __init__(self, url: str, max_connections: int = 100, *, api_key: str | None = None) -> None:
         self._url = url
         self._max_connections = max_connections
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=self._max_connections)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT, headers=self._headers)
         return self
 
     async def __aexit__(

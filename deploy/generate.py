@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from common.arguments import ArgumentParser
 from common.errors import ConfigError
 from common.routing.record import RoutingArray
-from deploy.arguments import integer, token_ids, url
+from deploy.arguments import add_api_key_file, first_key, integer, token_ids, url
 from deploy.client import ClusterClient, Json, decode_rows, join_rows
 from deploy.expert_chart import chart_lines
 from deploy.text import TextStream, load_tokenizer
@@ -42,6 +42,7 @@ class Completion:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("moerelay generate", "Stream one completion, then show the routing that came with it.")
     parser.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
+    add_api_key_file(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text; needs the checkpoint's tokenizer on this machine")
     prompt.add_argument("--token-ids", type=token_ids, help="prompt as ids, e.g. 1,2,3")
@@ -63,14 +64,15 @@ def main(argv: Sequence[str]) -> int:
     sampling = {name: arguments[name] for name in _SAMPLING_FLAGS if arguments[name] is not None}
     sampling["ignore_eos"] = arguments["ignore_eos"]
     prompt = arguments["prompt"] if arguments["token_ids"] is None else arguments["token_ids"]
-    return asyncio.run(generate(arguments["url"], prompt, sampling, arguments["model"], Console(highlight=False)))
+    client = ClusterClient(arguments["url"], api_key=first_key(arguments["api_key_file"]))
+    return asyncio.run(generate(client, prompt, sampling, arguments["model"], Console(highlight=False)))
 
 
 async def generate(
-    url: str, prompt: str | list[int], sampling: dict[str, Any], model: Path | None, console: Console
+    client: ClusterClient, prompt: str | list[int], sampling: dict[str, Any], model: Path | None, console: Console
 ) -> int:
-    """Streams and prints one completion. Raises MoerelayError when it is refused or breaks off."""
-    async with ClusterClient(url) as client:
+    """Opens the client, streams and prints one completion. Raises MoerelayError when it is refused or breaks off."""
+    async with client:
         tokenizer = await _find_tokenizer(client, model)
         if isinstance(prompt, str) and tokenizer is None:
             raise ConfigError("a --prompt needs the tokenizer: name the checkpoint with --model, or send --token-ids")

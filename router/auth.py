@@ -37,13 +37,16 @@ def _digest(key: str) -> bytes:
 
 
 def read_keys(path: Path | None, flag: str) -> KeyRing | None:
-    """One key per line; blank lines and those that begin with # do not count. None without a path.
+    """The keys of a file, as `listed_keys` reads them. None without a path."""
+    return None if path is None else KeyRing(listed_keys(path, flag))
+
+
+def listed_keys(path: Path, flag: str) -> list[str]:
+    """One key per line, at least one; blank lines and those that begin with # do not count.
 
     Raises:
         ConfigError: the file cannot be read, holds no key, or a key could not be sent in a header.
     """
-    if path is None:
-        return None
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +59,7 @@ def read_keys(path: Path | None, flag: str) -> KeyRing | None:
             raise ConfigError(f"{flag} {path}, line {number}: a key is visible ASCII characters without spaces")
     if not keys:
         raise ConfigError(f"{flag} {path} holds no key; write one per line, or leave the flag out")
-    return KeyRing(key for _, key in keys)
+    return [key for _, key in keys]
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ async def verify(options: VerifyOptions) -> int:
     """
     # One thread computes everything: torch keeps its number of threads per calling thread.
     with ThreadPoolExecutor(max_workers=1) as executor:
-        async with ClusterClient(options.url, max_connections=options.concurrency) as client:
+        async with ClusterClient(options.url, options.concurrency, api_key=options.api_key) as client:
             models, cluster = await client.get("/v1/models"), await client.get("/cluster")
             load = partial(_load_judge, options, models, cluster, await find_switches(client))
             judge = await asyncio.get_running_loop().run_in_executor(executor, load)

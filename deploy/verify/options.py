@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.arguments import ArgumentParser
 from common.errors import ConfigError
-from deploy.arguments import integer, url
+from deploy.arguments import add_api_key_file, first_key, integer, url
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,14 @@ class VerifyOptions:
     max_prompt: int = 500
     max_output: int = 64
     dump: Path | None = None
+    api_key: str | None = None
 
 
 def _parser() -> ArgumentParser:
     defaults = VerifyOptions(url="", model="")
     parser = ArgumentParser("moerelay verify", "Check a running cluster bit for bit against solo runs computed here.")
     parser.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
+    add_api_key_file(parser)
     parser.add_argument("--model", required=True, help="the checkpoint that the cluster serves")
     for name, minimum, text in (
         ("requests", 1, "number of random requests"),
@@ -50,7 +52,8 @@ def _parser() -> ArgumentParser:
 
 def parse_options(argv: Sequence[str]) -> VerifyOptions:
     """Raises ConfigError."""
-    options = VerifyOptions(**vars(_parser().parse_args(argv)))
+    arguments = vars(_parser().parse_args(argv))
+    options = VerifyOptions(api_key=first_key(arguments.pop("api_key_file")), **arguments)
     # Before the work, not after it.
     if options.dump is not None and not options.dump.absolute().parent.is_dir():
         raise ConfigError(f"--dump {options.dump}: the directory {options.dump.absolute().parent} does not exist")

@@ -16,6 +16,7 @@ import pybase64
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from aiohttp.typedefs import Handler
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
@@ -172,10 +173,19 @@ class ArithmeticRouter:
         #: Streams stop after so many events, without an end.
         self.break_after: int | None = None
         self.root: str | None = None
+        #: Every request must bear it, if there is one.
+        self.api_key: str | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        app = web.Application()
+        @web.middleware
+        async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self.api_key is None or request.headers.get("Authorization") == f"Bearer {self.api_key}":
+                return await handler(request)
+            detail = {"message": "which key?", "type": "AuthenticationError", "param": None, "code": 401}
+            return web.json_response({"error": detail}, status=401)
+
+        app = web.Application(middlewares=[require_key])
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
         async with TestServer(app) as server:

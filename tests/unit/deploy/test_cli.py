@@ -8,6 +8,7 @@ import pytest
 
 from deploy.cli import COMMANDS, main
 from deploy.make_model import override
+from deploy.verify.options import parse_options
 from tests.unit.deploy.conftest import REPOSITORY
 
 
@@ -45,6 +46,11 @@ def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
         (["generate", "--prompt", "a", "--token-ids", "1"], "not allowed with argument --prompt"),
         (["generate", "--token-ids", "1,x"], "'1,x' is not a list of token ids such as 1,2,3"),
         (["generate", "--url", "localhost", "--token-ids", "1"], "'localhost' is not a URL"),
+        (
+            ["generate", "--token-ids", "1", "--api-key-file", "/no/such"],
+            "--api-key-file /no/such cannot be read: No such",
+        ),
+        (["verify", "--model", "m", "--api-key-file", "/no/such"], "--api-key-file /no/such cannot be read"),
         (["verify", "--model", "m", "--requests", "0"], "argument --requests: 0 is too small; at least 1"),
         (["make-model", "--family", "mixtral", "--out", "o", "--set", "x"], "'x' is not KEY=VALUE, e.g."),
         (["up", "--model", "m", "--tensor-parallel-size", "2"], "--tensor-parallel-size must be 1"),
@@ -113,3 +119,10 @@ def test_overrides_are_json_or_strings(text: str, value: object) -> None:
     assert key == text.split("=")[0]
     assert got == value
     assert type(got) is type(value)
+
+
+def test_verify_takes_the_first_key_of_the_file(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# of the trainer\nfirst-key\nsecond-key\n")
+    assert parse_options(["--model", "m", "--api-key-file", str(keys)]).api_key == "first-key"
+    assert parse_options(["--model", "m"]).api_key is None

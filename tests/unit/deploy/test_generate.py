@@ -2,12 +2,15 @@
 
 import asyncio
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from common.errors import ConfigError, InvalidRequestError, UnavailableError, WorkerLostError
+from common.errors import AuthenticationError, ConfigError, InvalidRequestError, UnavailableError, WorkerLostError
+from deploy.arguments import first_key
+from deploy.client import ClusterClient
 from deploy.generate import generate
 from tests.fakes.arithmetic_model import ArithmeticRouter, reply_to
 
@@ -15,7 +18,7 @@ from tests.fakes.arithmetic_model import ArithmeticRouter, reply_to
 async def output_of(router: ArithmeticRouter, prompt: str | list[int], **sampling: Any) -> list[str]:
     file = io.StringIO()
     async with router.running() as url:
-        assert await generate(url, prompt, sampling, None, Console(file=file, width=60)) == 0
+        assert await generate(ClusterClient(url), prompt, sampling, None, Console(file=file, width=60)) == 0
     return file.getvalue().splitlines()
 
 
@@ -44,6 +47,25 @@ async def test_the_servers_refusal_keeps_its_class_and_field() -> None:
     assert caught.value.param == "token_ids"
 
 
+async def test_the_first_key_of_the_file_goes_with_every_request(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# of the trainer\n\nfirst-key\nsecond-key\n")
+    router = ArithmeticRouter(64)
+    router.api_key = "first-key"
+    file = io.StringIO()
+    async with router.running() as url:
+        client = ClusterClient(url, api_key=first_key(keys))
+        assert await generate(client, [1], {"max_tokens": 2}, None, Console(file=file)) == 0
+    assert "2 generated" in file.getvalue()
+
+
+async def test_a_missing_key_is_the_servers_sentence() -> None:
+    router = ArithmeticRouter(64)
+    router.api_key = "first-key"
+    with pytest.raises(AuthenticationError, match="which key"):
+        await output_of(router, [1], max_tokens=2)
+
+
 async def test_text_without_a_tokenizer_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match="--token-ids"):
         await output_of(ArithmeticRouter(64), "hello", max_tokens=1)
@@ -55,4 +77,4 @@ async def test_a_server_that_is_not_there_is_one_sentence() -> None:
     server.close()
     await server.wait_closed()
     with pytest.raises(UnavailableError, match=f"nothing answers at http://127.0.0.1:{port}"):
-        await generate(f"http://127.0.0.1:{port}", [1], {}, None, Console(file=io.StringIO()))
+        await generate(ClusterClient(f"http://127.0.0.1:{port}"), [1], {}, None, Console(file=io.StringIO()))
