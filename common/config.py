@@ -81,6 +81,7 @@ class ModelSettings(LogSettings):
         gt=0,
         description="torch threads per worker; default: all cores, in a cluster of `moerelay up` cores / workers.",
     )
+    enable_prefix_caching: CliImplicitFlag[bool] = Field(True, description="Keep KV of prompts, for later ones.")
     enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Capture and return routing rows.")
     weight_version: str = Field("0", description="Label of the weights that are loaded.")
     tensor_parallel_size: int = Field(1, ge=1, description="Only 1: not supported yet.")

@@ -34,9 +34,9 @@ class Intake:
         if outbox := self._outboxes.get(request_id):
             outbox.put_prompt_logprobs(entries)
 
-    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
-        """The whole prompt is in the leased slots."""
-        self._engine.commit_handoff(request_id, first_tokens)
+    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int) -> None:
+        """The whole prompt is in the leased slots; `num_cached` of its tokens were not computed for it."""
+        self._engine.commit_handoff(request_id, first_tokens, num_cached)
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
         """The handoff will not be completed; the RPC handler frees the blocks when it sees the error."""

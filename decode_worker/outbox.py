@@ -8,7 +8,6 @@ import numpy as np
 
 from common.engine.request import BlocksLeased, EngineEvent, Failed, Progress
 from common.errors import MoerelayError
-from common.kv.pool import BlockId
 from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, SampledToken
@@ -23,6 +22,8 @@ class Batch:
     rows: list[RoutingArray] = field(default_factory=list)
     logprobs: list[PromptLogprobs] = field(default_factory=list)
     finish: Finish | None = None
+    #: With the choice's first token: prompt tokens that were not computed for this request.
+    num_cached: int = 0
 
     @property
     def rows_TLK(self) -> RoutingArray | None:
@@ -39,7 +40,7 @@ class Outbox:
     """A coalescing mailbox for one reader. Bounded: a choice never produces more than its context holds."""
 
     def __init__(self, num_choices: int = 1) -> None:
-        self._leased: asyncio.Future[tuple[BlockId, ...]] = asyncio.get_running_loop().create_future()
+        self._leased: asyncio.Future[BlocksLeased] = asyncio.get_running_loop().create_future()
         self._ready = asyncio.Event()
         #: Every choice has finished, or the request has failed.
         self._over = asyncio.Event()
@@ -51,8 +52,8 @@ class Outbox:
     def put(self, event: EngineEvent) -> None:
         """Takes one engine event of this request."""
         match event:
-            case BlocksLeased(blocks=blocks):
-                self._leased.set_result(blocks)
+            case BlocksLeased():
+                self._leased.set_result(event)
             case Progress():
                 self._put_progress(event)
             case Failed(error=error):
@@ -68,6 +69,7 @@ class Outbox:
         if event.prompt_logprobs is not None:
             batch.logprobs.append(event.prompt_logprobs)
         batch.finish = event.finish
+        batch.num_cached += event.num_cached
         if event.finish is not None:
             self._finished.add(event.choice)
         if len(self._finished) == self._num_choices:
@@ -89,8 +91,8 @@ class Outbox:
         self._over.set()
         self._ready.set()
 
-    async def leased(self) -> tuple[BlockId, ...] | None:
-        """The reserved blocks, once there are enough free ones; None if the request ended before.
+    async def leased(self) -> BlocksLeased | None:
+        """Waits until there are enough free blocks; None if the request ended before.
 
         Raises:
             MoerelayError: the request failed while it waited.

@@ -102,15 +102,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def _lease(self, request: EngineRequest, call: _Call, outbox: Outbox, context: Context) -> None:
         """Waits for blocks, then invites the handoff; does nothing if the request was aborted while it waited."""
         assert self._receiver is not None
-        blocks = await outbox.leased()
-        if blocks is None or call.is_aborted:
+        leased = await outbox.leased()
+        if leased is None or call.is_aborted:
             return
         self._intake.expect(request.request_id, outbox)
         lease = self._receiver.grant(
             request.request_id,
-            blocks,
+            leased.blocks,
             num_tokens=len(request.prompt),
-            num_cached=0,
+            num_cached=leased.num_cached,
             routing=request.routing_start is not None,
             num_top=request.sampling.prompt_logprobs,
         )

@@ -145,23 +145,24 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         async with self._sender.transfer(_lease_ref(lease), routing=routing, num_top=num_top) as transfer:
             with self.stats.counted(transfer, routing=routing):
                 self._core.engine.submit(request)
-                first_tokens = await self._push(transfer, prompts)
-                computed = time.monotonic()
-                await transfer.finish(first_tokens)
+                last = await self._push(transfer, prompts)
+                computed, num_computed = time.monotonic(), len(request.prompt) - last.num_cached
+                await transfer.finish(last.first_tokens, num_computed)
         return prefill_pb2.PrefillReply(
-            num_computed_tokens=len(request.prompt),
+            num_computed_tokens=num_computed,
+            num_cached_tokens=last.num_cached,
             num_bytes_sent=transfer.num_bytes_sent,
             compute_s=computed - arrived,
             handoff_tail_s=time.monotonic() - computed,
         )
 
-    async def _push(self, transfer: Transfer, prompts: Prompts) -> Sequence[SampledToken]:
-        """Ships what the decode worker lacks as it is computed; returns the first token of every choice."""
+    async def _push(self, transfer: Transfer, prompts: Prompts) -> PromptAdvanced:
+        """Ships what the decode worker lacks as it is computed; returns what came with the prompt's end."""
         while True:
             advanced = await prompts.next()
             await transfer.send_range(advanced.blocks, 0, advanced.computed, advanced.prompt_logprobs)
             if advanced.first_tokens:
-                return advanced.first_tokens
+                return advanced
 
 
 def _lease_ref(lease: prefill_pb2.Lease) -> LeaseRef:

@@ -22,6 +22,9 @@ RETRY_AFTER_S = 1
 #: How much of a path is repeated to its sender.
 MAX_PATH_CHARS = 200
 
+#: How much a message may say; it may hold a number of thousands of digits, or what a chat template says of a message.
+MAX_MESSAGE_CHARS = 2000
+
 
 def status_of(error: MoerelayError) -> tuple[int, str]:
     """HTTP status and error type of the nearest class in HTTP_TABLE."""
@@ -49,7 +52,8 @@ def _headers(error: MoerelayError) -> dict[str, str]:
 
 
 def _body(status: int, kind: str, message: str, param: str | None = None) -> bytes:
-    detail = ErrorDetail(message=message, type=kind, param=param, code=status)
+    said = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
+    detail = ErrorDetail(message=said, type=kind, param=param, code=status)
     return ErrorResponse(error=detail).model_dump_json().encode()
 
 

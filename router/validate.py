@@ -88,12 +88,21 @@ class Planner:
             for index, token_ids in enumerate(ask.prompts)
         ]
 
+    def check_fan_out(self, num_prompts: int, n: int | None, prompt_param: str) -> None:
+        """For dialects that make something of every prompt or choice, a text's ids say, before they can plan.
+
+        Raises:
+            InvalidRequestError: too many prompts, or choices of them.
+        """
+        settings = self._settings
+        _check_at_most("n", n or 1, settings.max_n)
+        _check_at_most(prompt_param, num_prompts, settings.max_prompts, "prompts")
+        _check_at_most("n", num_prompts * (n or 1), settings.max_n, "choices of all prompts")
+
     def _check_counts(self, ask: Ask) -> None:
         """Everything that grows with a number the client chose, before anything is made of it."""
         settings, fields = self._settings, ask.sampling
-        _check_at_most("n", fields.n or 1, settings.max_n)
-        _check_at_most(ask.prompt_param, len(ask.prompts), settings.max_prompts, "prompts")
-        _check_at_most("n", len(ask.prompts) * (fields.n or 1), settings.max_n, "choices of all prompts")
+        self.check_fan_out(len(ask.prompts), fields.n, ask.prompt_param)
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             listed: Collection[object] = getattr(fields, name) or ()
             _check_at_most(name, len(listed), settings.max_listed_tokens, "entries")

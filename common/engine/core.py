@@ -17,6 +17,7 @@ from common.engine.request import BlocksLeased, EngineEvent, EngineLoad, EngineR
 from common.engine.scheduler import ScheduledBatch, Scheduler
 from common.engine.sequence import Phase, SequenceState
 from common.errors import HandoffCorruptError, InternalError, InvalidRequestError, MoerelayError, RoutingMissingError
+from common.kv.cache import PrefixCache
 from common.kv.pool import BlockPool
 from common.kv.store import KVStore
 from common.model.batch import Runner
@@ -38,6 +39,9 @@ class EngineStats:
     decode_steps: int = 0
     #: Routing rows that forward passes wrote into the store.
     routing_rows_captured: int = 0
+    #: Prompt tokens of admitted requests that may read the prefix cache, and those of them that it held.
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
     step_failures: int = 0
 
 
@@ -55,29 +59,42 @@ class EngineCore:
         limits: EngineLimits,
         eos_token_ids: frozenset[int],
         admission: Admission,
+        *,
+        prefix_caching: bool = True,
     ) -> None:
         self.stats = EngineStats()
         self.observe_queue_time: Callable[[float], None] = _ignore
         self._runner = runner
         self._store = store
-        self._scheduler = Scheduler(pool, limits, block_size=store.layout.block_size)
+        self._pool = pool
+        self._cache = PrefixCache(pool, store.layout.block_size, store.has_rows, enabled=prefix_caching)
+        self._scheduler = Scheduler(pool, limits, self._cache)
         self._eos_token_ids = eos_token_ids
         self._vocab_size = limits.vocab_size
         self._admission = admission
         self._reporter = Reporter(self._scheduler, store, admission, eos_token_ids)
-        self._weight_version = ""
         #: Labels of all weights that were in use here; replaced, never changed, so any thread may read it.
         self.known_weight_versions: frozenset[str] = frozenset({""})
 
     @property
     def weight_version(self) -> str:
-        """Label of the weights in use, which every token sampled from now on carries; set between steps."""
-        return self._weight_version
+        """Label of the weights in use, which every token sampled from now on carries; set between steps.
+
+        Setting it empties the prefix cache: what was computed before is of other weights.
+        """
+        return self._cache.weight_version
 
     @weight_version.setter
     def weight_version(self, version: str) -> None:
         self.known_weight_versions |= {version}
-        self._weight_version = version
+        self.reset_prefix_cache()
+        self._cache.weight_version = version
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix; live sequences go on, and add nothing. Number of blocks that became free."""
+        freed = self._cache.flush()
+        self._store.free_blocks(freed)
+        return len(freed)
 
     # --- commands
 
@@ -103,18 +120,26 @@ class EngineCore:
         except RoutingMissingError as error:
             self._reporter.fail(group, error)
 
-    def commit_handoff(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
-        """The whole prompt is in the leased slots; each choice goes on after its first token, unless that ends it."""
+    def commit_handoff(
+        self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int = 0
+    ) -> None:
+        """The whole prompt is in the leased slots; each choice goes on after its first token, unless that ends it.
+
+        `num_cached`: prompt tokens that were not computed for this request where the handoff comes from.
+        """
         if (group := self._scheduler.find(request_id)) is None:
             return
         prompt = group.sequences.get(0)
         if prompt is None or prompt.phase is not Phase.LEASED:
             self._reporter.fail(group, _misplaced(group, "the end of a handoff"))
             return
-        if problem := self._problem(group.request, first_tokens):
+        if problem := self._problem(prompt, first_tokens):
             self._reporter.fail(group, HandoffCorruptError(problem))
             return
-        prompt.num_computed = prompt.num_prompt
+        if self._is_of_other_weights(prompt, first_tokens):
+            prompt.epoch = None
+        self._cache_full_blocks(prompt)
+        prompt.num_computed, prompt.num_cached = prompt.num_prompt, num_cached
         try:
             self._reporter.first_tokens(group, first_tokens, None)
         except RoutingMissingError as error:
@@ -122,12 +147,24 @@ class EngineCore:
         except InvalidRequestError as error:  # sampled elsewhere, under the same grammar
             self._reporter.fail(group, HandoffCorruptError(f"the first tokens do not fit: {error.message}"))
 
-    def _problem(self, request: EngineRequest, first_tokens: Sequence[SampledToken]) -> str | None:
+    def _problem(self, prompt: SequenceState, first_tokens: Sequence[SampledToken]) -> str | None:
         """What is wrong with the first tokens of a handoff."""
-        if len(first_tokens) != request.sampling.n:
-            return f"{len(first_tokens)} first tokens came for {request.sampling.n} choices"
+        num_choices = prompt.request.sampling.n
+        if len(first_tokens) != num_choices:
+            return f"{len(first_tokens)} first tokens came for {num_choices} choices"
         strange = [t.token_id for t in first_tokens if not 0 <= t.token_id < self._vocab_size]
-        return f"the first token {strange[0]} is no vocabulary id" if strange else None
+        if strange:
+            return f"the first token {strange[0]} is no vocabulary id"
+        if prompt.num_shared and self._is_of_other_weights(prompt, first_tokens):
+            return (
+                f"a prompt whose beginning was cached from weights {prompt.chain.scope.weight_version!r} "
+                f"was continued with weights {first_tokens[0].weight_version!r}"
+            )
+        return None
+
+    def _is_of_other_weights(self, prompt: SequenceState, first_tokens: Sequence[SampledToken]) -> bool:
+        """Whoever computed the handoff had not the weights that were in use here when the blocks were given."""
+        return any(token.weight_version != prompt.chain.scope.weight_version for token in first_tokens)
 
     def abort(self, request_id: RequestId, choice: int | None = None) -> None:
         """Ends one choice, or all that are live, with finish reason ABORT, whatever their phase."""
@@ -163,7 +200,7 @@ class EngineCore:
         if batch is None:
             return False
         try:
-            computed = compute(self._runner, batch, self._eos_token_ids, self._weight_version)
+            computed = compute(self._runner, batch, self._eos_token_ids, self.weight_version)
             self._count(batch)
             self._advance(computed)
         except Exception as error:  # noqa: BLE001 - the engine's supervisor: one bad batch must not end the others
@@ -185,7 +222,9 @@ class EngineCore:
         return self._scheduler.check_invariants() + strangers
 
     def _admit(self) -> None:
-        for sequence in self._scheduler.admit():
+        admitted = self._scheduler.admit()
+        self._store.free_blocks(self._pool.take_evicted())
+        for sequence in admitted:
             group = self._scheduler.find(sequence.request.request_id)
             if group is None:  # another of its choices has failed just now
                 continue
@@ -197,8 +236,16 @@ class EngineCore:
                 continue
             if not group.is_forked:
                 self.observe_queue_time(self._admission.seat(sequence.request.request_id))
+                self._count_hits(sequence)
             if sequence.phase is Phase.LEASED:
-                self._reporter.events.append(BlocksLeased(sequence.request.request_id, sequence.blocks))
+                self._reporter.events.append(
+                    BlocksLeased(sequence.request.request_id, sequence.blocks, sequence.num_cached)
+                )
+
+    def _count_hits(self, sequence: SequenceState) -> None:
+        if self._cache.enabled and sequence.request.sampling.prompt_logprobs is None:
+            self.stats.prefix_cache_queries += sequence.num_prompt
+            self.stats.prefix_cache_hits += sequence.num_cached
 
     def _prepare(self, sequence: SequenceState) -> None:
         """Makes the blocks that a sequence just got blank, but for what it takes over from another one."""
@@ -215,10 +262,23 @@ class EngineCore:
             if group is None:  # another of its choices has failed in this step
                 continue
             sequence.num_computed = outcome.chunk.end
+            if outcome.error is None:
+                self._cache_full_blocks(sequence, outcome.chunk.start)
             try:
                 self._report(group, outcome)
             except MoerelayError as error:
                 self._reporter.fail(group, error)
+
+    def _cache_full_blocks(self, sequence: SequenceState, start: int = 0) -> None:
+        """Offers the full blocks to the prefix cache, if positions from `start` on have filled one.
+
+        KV that is, or may be, of other weights than those in use stays out.
+        """
+        num_full = sequence.num_computed // self._cache.block_size
+        if sequence.epoch != self._cache.epoch or num_full <= start // self._cache.block_size:
+            return
+        sequence.chain.grow(sequence.token_ids, sequence.num_computed)
+        self._store.free_blocks(self._cache.add(sequence.chain, sequence.blocks[:num_full]))
 
     def _report(self, group: ChoiceGroup, outcome: ComputedChunk) -> None:
         if outcome.error is not None:

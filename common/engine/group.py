@@ -2,6 +2,7 @@
 
 from common.engine.request import EngineRequest, Work
 from common.engine.sequence import Phase, SequenceState
+from common.kv.chain import TokenChain
 
 
 class ChoiceGroup:
@@ -15,11 +16,11 @@ class ChoiceGroup:
         is_forked: the prompt is there, and the first token of every choice.
     """
 
-    def __init__(self, request: EngineRequest, arrival: int) -> None:
+    def __init__(self, request: EngineRequest, arrival: int, chain: TokenChain, epoch: int) -> None:
         self.request = request
         self.arrival = arrival
         self.open = set(range(request.sampling.n))
-        self.sequences = {0: SequenceState(request)}
+        self.sequences = {0: SequenceState(request, chain, epoch)}
         self.is_forked = False
 
     @property

@@ -52,11 +52,15 @@ class Engine:
         limits: EngineLimits,
         eos_token_ids: frozenset[int],
         on_events: Callable[[list[EngineEvent]], None],
+        *,
+        prefix_caching: bool = True,
     ) -> None:
         self._admission = Admission(
             limits, num_usable_blocks=pool.num_usable_blocks, block_size=store.layout.block_size
         )
-        self._core = EngineCore(runner, store, pool, limits, eos_token_ids, self._admission)
+        self._core = EngineCore(
+            runner, store, pool, limits, eos_token_ids, self._admission, prefix_caching=prefix_caching
+        )
         self._on_events = on_events
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._credit = threading.Semaphore(MAX_OUTSTANDING_BATCHES)
@@ -133,8 +137,15 @@ class Engine:
         self._core.open_admission()
 
     def label_tokens(self, version: str) -> None:
-        """Names the weights in use: every token sampled from now on says so. Before `start`, or between steps."""
+        """Names the weights in use: every token sampled from now on says so. Before `start`, or between steps.
+
+        Empties the prefix cache.
+        """
         self._core.weight_version = version
+
+    def reset_prefix_cache(self) -> Future[int]:
+        """Forgets every cached prefix; the number of blocks that became free."""
+        return self.run_between_steps(self._core.reset_prefix_cache)
 
     def run_between_steps(self, visit: Callable[[], ResultT]) -> Future[ResultT]:
         """Runs `visit` on the engine thread, after all earlier commands and while no step runs, also when frozen.
@@ -164,9 +175,14 @@ class Engine:
         """Work.DECODE: KV and rows of positions [0, computed) are in the leased slots; their rows become an event."""
         self._command(request_id, partial(self._core.advance_handoff, request_id, computed))
 
-    def commit_handoff(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
-        """Work.DECODE: the whole prompt is in the leased slots. Choices that their first token ends run no step."""
-        self._command(request_id, partial(self._core.commit_handoff, request_id, first_tokens))
+    def commit_handoff(
+        self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int = 0
+    ) -> None:
+        """Work.DECODE: the whole prompt is in the leased slots. Choices that their first token ends run no step.
+
+        `num_cached`: prompt tokens that were not computed for this request where the handoff comes from.
+        """
+        self._command(request_id, partial(self._core.commit_handoff, request_id, first_tokens, num_cached))
 
     def abort(self, request_id: RequestId, choice: int | None = None) -> None:
         """Ends the request or one of its choices, in any phase.

@@ -38,7 +38,14 @@ class Reporter:
         if first_tokens:
             self._scheduler.hold(prompt)
         self.events.append(
-            PromptAdvanced(group.request.request_id, prompt.blocks, prompt.num_computed, tuple(first_tokens), logprobs)
+            PromptAdvanced(
+                group.request.request_id,
+                prompt.blocks,
+                prompt.num_computed,
+                prompt.num_cached,
+                tuple(first_tokens),
+                logprobs,
+            )
         )
 
     def prompt_advanced(self, group: ChoiceGroup, logprobs: PromptLogprobs | None) -> None:
@@ -67,7 +74,15 @@ class Reporter:
         for choice in sorted(group.open):
             rows, scores = (rows_TLK, None) if choice else (last_rows_TLK, logprobs)
             self.events.append(
-                Progress(group.request.request_id, (tokens[choice],), rows, finishes[choice], choice, scores)
+                Progress(
+                    group.request.request_id,
+                    (tokens[choice],),
+                    rows,
+                    finishes[choice],
+                    choice,
+                    scores,
+                    prompt.num_cached,
+                )
             )
         for choice in going_on:
             sequence = self._scheduler.fork(group, choice, tail) if choice else prompt

@@ -39,6 +39,8 @@ class EngineRequest:
     priority: int = 0
     #: Compiled from `sampling.grammar`, nothing accepted yet; every choice gets a fork.
     matcher: GrammarMatcher | None = field(default=None, compare=False)
+    #: Only requests with the same one share cached prefixes.
+    cache_salt: str = ""
 
     @property
     def num_slots(self) -> int:
@@ -51,15 +53,19 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class BlocksLeased:
-    """Work.DECODE: blocks are reserved and blank; the handoff may be written into them."""
+    """Work.DECODE: blocks are reserved.
+
+    The handoff may be written into them from position `num_cached` on; what is before is there, and others read it too.
+    """
 
     request_id: RequestId
     blocks: tuple[BlockId, ...]
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptAdvanced:
-    """Work.PREFILL: KV and rows of positions [0, computed) are in `blocks`.
+    """Work.PREFILL: KV and rows of positions [0, computed) are in `blocks`, those of [0, num_cached) found there.
 
     The last one carries the first token of every choice. `prompt_logprobs` are those of the positions since the last
     event; None if the request asked for none.
@@ -68,6 +74,7 @@ class PromptAdvanced:
     request_id: RequestId
     blocks: tuple[BlockId, ...]
     computed: int
+    num_cached: int = 0
     first_tokens: tuple[SampledToken, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -87,6 +94,8 @@ class Progress:
     finish: Finish | None
     choice: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    #: With a first token: prompt tokens whose forward pass ran nowhere for this request.
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +117,8 @@ class EngineLoad:
     waiting: int
     #: Sequences that hold blocks for a handoff: leased and not committed, or prefilled and not released.
     handoffs: int
+    #: Held by live sequences.
     kv_blocks_used: int
+    #: Held by nobody, and kept for the prefix cache.
+    kv_blocks_cached: int
     kv_blocks_total: int

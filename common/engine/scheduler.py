@@ -13,6 +13,8 @@ from common.engine.group import ChoiceGroup
 from common.engine.limits import EngineLimits
 from common.engine.request import EngineLoad, EngineRequest, RequestId, Work
 from common.engine.sequence import Phase, SequenceState
+from common.kv.cache import PrefixCache
+from common.kv.chain import TokenChain
 from common.kv.pool import BlockId, BlockPool
 
 
@@ -65,14 +67,18 @@ class Scheduler:
     and wait, before everybody else, for a seat and blocks of their own. Nothing waits for ever: requests whose choices
     wait were all seated at one time, with as many blocks as each of their choices needs.
 
+    Blocks that hold the beginning of a prompt already are taken from the prefix cache. They only make a request smaller:
+    whoever holds blocks would hold as many without it, and what nobody holds counts as free.
+
     Requests are checked before they come here (`common.engine.admission`): each fits into the empty pool, no two have
     one id.
     """
 
-    def __init__(self, pool: BlockPool, limits: EngineLimits, *, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, limits: EngineLimits, cache: PrefixCache) -> None:
         self._pool = pool
         self._limits = limits
-        self._block_size = block_size
+        self._cache = cache
+        self._block_size = cache.block_size
         self._live: dict[RequestId, ChoiceGroup] = {}
         self._num_arrived = 0
         #: Requests that wait for their first blocks, by priority and arrival.
@@ -88,7 +94,8 @@ class Scheduler:
         """Puts the request into the waiting line, behind those of its priority."""
         assert request.request_id not in self._live, f"{request.request_id!r} is live"
         self._num_arrived += 1
-        group = self._live[request.request_id] = ChoiceGroup(request, self._num_arrived)
+        group = ChoiceGroup(request, self._num_arrived, self._chain(request), self._cache.epoch)
+        self._live[request.request_id] = group
         bisect.insort(self._waiting, group, key=_place)
 
     def find(self, request_id: RequestId) -> ChoiceGroup | None:
@@ -107,16 +114,43 @@ class Scheduler:
         """
         admitted = []
         while len(self._seated) < self._limits.num_seats and (sequence := self._head()) is not None:
-            missing = sequence.num_blocks(self._block_size) - len(sequence.blocks)
-            blocks = self._pool.try_allocate(missing)
-            if blocks is None:
+            if not self._try_give_blocks(sequence):
                 break
             self._leave_line(sequence)
-            sequence.blocks += tuple(blocks)
             sequence.phase = _phase_at_admission(sequence)
             self._seated[sequence] = None
             admitted.append(sequence)
         return admitted
+
+    def _try_give_blocks(self, sequence: SequenceState) -> bool:
+        """Everything that the sequence will ever need, or nothing."""
+        cached = self._find_cached(sequence) if sequence.phase is Phase.WAITING else []
+        self._pool.share(cached)
+        missing = sequence.num_blocks(self._block_size) - len(sequence.blocks) - len(cached)
+        blocks = self._pool.try_allocate(missing)
+        if blocks is None:
+            self._pool.release(cached)
+            return False
+        if sequence.phase is Phase.WAITING:
+            sequence.num_shared = len(cached)
+            sequence.num_cached = sequence.num_computed = len(cached) * self._block_size
+        sequence.blocks += (*cached, *blocks)
+        return True
+
+    def _find_cached(self, sequence: SequenceState) -> list[BlockId]:
+        """Blocks of the cached prefix. At least the prompt's last token is forwarded, for what is sampled after it."""
+        if sequence.epoch != self._cache.epoch:  # other weights came while it waited
+            sequence.chain, sequence.epoch = self._chain(sequence.request), self._cache.epoch
+        if sequence.request.sampling.prompt_logprobs is not None:
+            return []  # every position's logits are wanted
+        return self._cache.find(sequence.chain, sequence.num_prompt - 1, rows=sequence.wants_rows)
+
+    def _chain(self, request: EngineRequest) -> TokenChain:
+        """Names of the prompt's full blocks, under the weights in use."""
+        chain = self._cache.chain(request.cache_salt)
+        if self._cache.enabled:
+            chain.grow(request.prompt, len(request.prompt))
+        return chain
 
     def _head(self) -> SequenceState | None:
         if self.closed and not self._has_waiting_prefill():
@@ -186,6 +220,7 @@ class Scheduler:
             waiting=phases.count(Phase.WAITING) + phases.count(Phase.FORKED),
             handoffs=phases.count(Phase.LEASED) + phases.count(Phase.PREFILLED),
             kv_blocks_used=self._pool.num_used,
+            kv_blocks_cached=self._pool.num_cached,
             kv_blocks_total=self._pool.num_usable_blocks,
         )
 
@@ -194,6 +229,7 @@ class Scheduler:
         groups = self._live.values()
         sequences = [s for group in groups for s in group.sequences.values()]
         found = self._pool.check_invariants(block for s in sequences for block in s.blocks)
+        found += self._cache.check_invariants()
         found += [sentence for group in groups for sentence in group.violations(self._block_size)]
         waiting = [g for g in groups if Phase.WAITING in g.phases()]
         if self._waiting != sorted(waiting, key=_place):

@@ -5,6 +5,7 @@ from enum import Enum
 from common.engine.fork import PromptTail
 from common.engine.grammar import GrammarMatcher
 from common.engine.request import EngineRequest, Work
+from common.kv.chain import TokenChain
 from common.kv.pool import BlockId
 
 
@@ -33,7 +34,10 @@ class SequenceState:
     Attributes:
         token_ids: prompt, then generated tokens.
         blocks: all blocks that the choice will ever need; none while WAITING, only the shared ones while FORKED.
-        num_shared: leading blocks that the choice shares with choice 0, from which it was forked.
+        num_shared: leading blocks that it took over with their content: from the prefix cache, or from choice 0.
+        num_cached: prompt tokens whose forward pass ran nowhere for this request.
+        chain: names of the full blocks, as far as they have been needed.
+        epoch: of the prefix cache, when the blocks were given; None if they must not be cached.
         tail: what the first block of its own begins with, as long as it is FORKED and the prompt ends inside a block.
         num_computed: KV and rows of positions [0, num_computed) are in `blocks`, but for those in `tail`.
         rows_sent: rows of positions [routing_start, rows_sent) have left; meaningless when no rows are wanted.
@@ -42,8 +46,11 @@ class SequenceState:
 
     __slots__ = (
         "blocks",
+        "chain",
         "choice",
+        "epoch",
         "matcher",
+        "num_cached",
         "num_computed",
         "num_shared",
         "phase",
@@ -53,13 +60,16 @@ class SequenceState:
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, chain: TokenChain, epoch: int | None) -> None:
         self.request = request
+        self.chain = chain
+        self.epoch = epoch
         self.choice = 0
         self.phase = Phase.WAITING
         self.token_ids = list(request.prompt)
         self.blocks: tuple[BlockId, ...] = ()
         self.num_shared = 0
+        self.num_cached = 0
         self.tail: PromptTail | None = None
         self.num_computed = 0
         self.rows_sent = request.routing_start or 0
@@ -67,11 +77,12 @@ class SequenceState:
 
     def forked(self, choice: int, block_size: int, tail: PromptTail | None) -> "SequenceState":
         """Another choice of the same prompt, whose rows have been told."""
-        sibling = SequenceState(self.request)
+        num_shared = self.num_prompt // block_size
+        sibling = SequenceState(self.request, self.chain.fork(num_shared), self.epoch)
         sibling.choice = choice
         sibling.phase = Phase.FORKED
-        sibling.num_shared = self.num_prompt // block_size
-        sibling.blocks = self.blocks[: sibling.num_shared]
+        sibling.num_shared = num_shared
+        sibling.blocks = self.blocks[:num_shared]
         sibling.tail = tail
         sibling.num_computed = sibling.rows_sent = self.num_prompt
         return sibling

@@ -244,6 +244,9 @@ class LeaseBook:
         if lease.num_top is not None and lease.num_scored != lease.num_tokens:
             reason = f"the closing message follows the logprobs of {lease.num_scored} of {lease.num_tokens} positions"
             return self._failed(lease, FailureKind.CORRUPT, reason)
+        if not 0 < close.num_computed <= lease.num_tokens:
+            reason = f"the closing message says that {close.num_computed} of {lease.num_tokens} tokens were computed"
+            return self._failed(lease, FailureKind.CORRUPT, reason)
         known = self._known_versions()
         if strange := [t.weight_version for t in close.first_tokens if t.weight_version not in known]:
             reason = f"the first token comes from weights {strange[0]!r}, which this worker never had in use"

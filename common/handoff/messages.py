@@ -12,7 +12,7 @@ import msgspec
 from common.sampling import SampledToken
 
 #: Version of everything in this module; raised by any change that an older worker could not follow.
-HANDOFF_PROTOCOL_VERSION = 2
+HANDOFF_PROTOCOL_VERSION = 3
 
 #: Number of a transfer on its decode worker, never reused while that process lives.
 TransferId = NewType("TransferId", int)
@@ -136,6 +136,8 @@ class Close(_Addressed, frozen=True, kw_only=True, tag="close"):
     """P → D: all chunks are sent; the token that follows the prompt, for each choice."""
 
     num_chunks: Count
+    #: Prompt tokens whose forward pass ran on P for this request; the others were in its prefix cache.
+    num_computed: Count
     first_tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
 
 

@@ -312,7 +312,8 @@ class HandoffReceiver:
     async def _on_control(self, peer: PeerId, message: Renew | Close | Abort) -> None:
         verdict = self._book.receive(message, peer, time.monotonic())
         if isinstance(verdict, Completed) and isinstance(message, Close):
-            self._handler.on_complete(RequestId(verdict.lease.request_id), message.first_tokens)
+            num_cached = verdict.lease.num_tokens - message.num_computed
+            self._handler.on_complete(RequestId(verdict.lease.request_id), message.first_tokens, num_cached)
             await self._send(peer, Done(transfer_id=message.transfer_id, generation=message.generation))
         else:
             await self._settle(peer, message, verdict)

@@ -103,12 +103,16 @@ class Transfer:
             )
             await self._send(encode(header, payload.kv, payload.rows, payload.scores))
 
-    async def finish(self, first_tokens: Sequence[SampledToken]) -> None:
-        """Sends the token that follows the prompt, for each choice; returns once the whole handoff is applied."""
+    async def finish(self, first_tokens: Sequence[SampledToken], num_computed: int) -> None:
+        """Sends the token that follows the prompt, for each choice; returns once the whole handoff is applied.
+
+        `num_computed`: prompt tokens that were forwarded for this request, and not found in a cache.
+        """
         header = Close(
             transfer_id=self.lease.transfer_id,
             generation=self.lease.generation,
             num_chunks=self._core.num_chunks,
+            num_computed=num_computed,
             first_tokens=tuple(first_tokens),
         )
         frames = encode(header)

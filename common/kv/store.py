@@ -90,6 +90,8 @@ class KVStore:
 
     def free_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Forgets the rows of freed blocks; with `poison` also ruins their content."""
+        if not blocks:  # also while the memory is given back, when there is nothing to free
+            return
         self._row_written[self._block_slots(blocks)] = False
         if self.poison:
             self._poison(blocks)
@@ -102,6 +104,10 @@ class KVStore:
     def _block_slots(self, blocks: Sequence[int]) -> SlotArray:
         starts = np.asarray(blocks, np.int64) * self.layout.block_size
         return (starts[:, None] + np.arange(self.layout.block_size)).reshape(-1)
+
+    def has_rows(self, block: BlockId) -> bool:
+        """Every slot of the block has its routing row."""
+        return bool(self._row_written[self._block_slots([block])].all())
 
     def read_kv(self, slots: SlotArray) -> torch.Tensor:
         """Contiguous host copy [L, 2, n, G, D] of the given slots, in order."""

@@ -53,10 +53,13 @@ class GenerateRequest(_message.Message):
     ROUTING_FIELD_NUMBER: _builtins.int
     PREFILL_SITE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prefill_site: Global___PrefillSite.ValueType
     priority: _builtins.int
     """Requests with a lower number are admitted first; equal ones in order of arrival."""
+    cache_salt: _builtins.str
+    """Cached prefixes are shared only by requests with the same one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, at least one id, each below the vocabulary size."""
@@ -74,10 +77,11 @@ class GenerateRequest(_message.Message):
         routing: _types_pb2.RoutingParams | None = ...,
         prefill_site: Global___PrefillSite.ValueType = ...,
         priority: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["routing", b"routing", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_site", b"prefill_site", "priority", b"priority", "request_id", b"request_id", "routing", b"routing", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_site", b"prefill_site", "priority", b"priority", "request_id", b"request_id", "routing", b"routing", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -133,7 +137,7 @@ class TokenChunk(_message.Message):
     stop_token_id: _builtins.int
     """The stop token id that ended the request; absent for end-of-sequence, length and abort."""
     num_cached_tokens: _builtins.int
-    """Prompt tokens served from a prefix cache; set on the first chunk that has tokens."""
+    """Prompt tokens whose forward pass ran nowhere for this request; set on the choice's first chunk that has tokens."""
     choice: _builtins.int
     """Index of the choice, below n."""
     prompt_logprobs: _builtins.bytes

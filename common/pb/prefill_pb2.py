@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.pb import types_pb2 as common_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63ommon/pb/prefill.proto\x12\x0bmoerelay.v1\x1a\x15\x63ommon/pb/types.proto\"\x85\x01\n\x05Lease\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\"\xc8\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.moerelay.v1.SamplingParams\x12+\n\x07routing\x18\x04 \x01(\x0b\x32\x1a.moerelay.v1.RoutingParams\x12!\n\x05lease\x18\x05 \x01(\x0b\x32\x12.moerelay.v1.Lease\x12\x10\n\x08priority\x18\x06 \x01(\x12\"\x89\x01\n\x0cPrefillReply\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x16\n\x0enum_bytes_sent\x18\x03 \x01(\x04\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x16\n\x0ehandoff_tail_s\x18\x05 \x01(\x01\x32L\n\x07Prefill\x12\x41\n\x07Prefill\x12\x1b.moerelay.v1.PrefillRequest\x1a\x19.moerelay.v1.PrefillReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63ommon/pb/prefill.proto\x12\x0bmoerelay.v1\x1a\x15\x63ommon/pb/types.proto\"\x85\x01\n\x05Lease\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\"\xdc\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.moerelay.v1.SamplingParams\x12+\n\x07routing\x18\x04 \x01(\x0b\x32\x1a.moerelay.v1.RoutingParams\x12!\n\x05lease\x18\x05 \x01(\x0b\x32\x12.moerelay.v1.Lease\x12\x10\n\x08priority\x18\x06 \x01(\x12\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"\x89\x01\n\x0cPrefillReply\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x16\n\x0enum_bytes_sent\x18\x03 \x01(\x04\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x16\n\x0ehandoff_tail_s\x18\x05 \x01(\x01\x32L\n\x07Prefill\x12\x41\n\x07Prefill\x12\x1b.moerelay.v1.PrefillRequest\x1a\x19.moerelay.v1.PrefillReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEASE']._serialized_start=64
   _globals['_LEASE']._serialized_end=197
   _globals['_PREFILLREQUEST']._serialized_start=200
-  _globals['_PREFILLREQUEST']._serialized_end=400
-  _globals['_PREFILLREPLY']._serialized_start=403
-  _globals['_PREFILLREPLY']._serialized_end=540
-  _globals['_PREFILL']._serialized_start=542
-  _globals['_PREFILL']._serialized_end=618
+  _globals['_PREFILLREQUEST']._serialized_end=420
+  _globals['_PREFILLREPLY']._serialized_start=423
+  _globals['_PREFILLREPLY']._serialized_end=560
+  _globals['_PREFILL']._serialized_start=562
+  _globals['_PREFILL']._serialized_end=638
 # @@protoc_insertion_point(module_scope)

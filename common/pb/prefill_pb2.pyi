@@ -71,9 +71,12 @@ class PrefillRequest(_message.Message):
     ROUTING_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     priority: _builtins.int
     """Requests with a lower number are admitted first; equal ones in order of arrival."""
+    cache_salt: _builtins.str
+    """Cached prefixes are shared only by requests with the same one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, at least one id, each below the vocabulary size."""
@@ -93,10 +96,11 @@ class PrefillRequest(_message.Message):
         routing: _types_pb2.RoutingParams | None = ...,
         lease: Global___Lease | None = ...,
         priority: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "routing", b"routing", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "priority", b"priority", "request_id", b"request_id", "routing", b"routing", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lease", b"lease", "priority", b"priority", "request_id", b"request_id", "routing", b"routing", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

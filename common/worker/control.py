@@ -140,22 +140,24 @@ class WorkerControl:
         return await self._weights.stage(path, version)
 
     async def commit_weights(self, version: str) -> None:
-        """Raises ConflictError if the worker is not paused or nothing of that label is staged."""
+        """Empties the prefix cache too, in the same moment.
+
+        Raises:
+            ConflictError: the worker is not paused, or nothing of that label is staged.
+        """
         await self._change(partial(self._commit, version))
 
     async def _commit(self, version: str) -> None:
         self._require_paused("weights are replaced only on a paused worker")
         await self._between_steps(partial(self._weights.commit, version))
-        # What is cached was computed with the old weights.
-        await self.reset_prefix_cache()
 
     def discard_weights(self) -> None:
         """Forgets what is staged or being loaded."""
         self._weights.discard()
 
     async def reset_prefix_cache(self) -> int:
-        """Number of blocks that were cached. There is no prefix cache, so none."""
-        return 0
+        """Forgets every cached prefix; the number of blocks that were only cached, and are free now."""
+        return await asyncio.wrap_future(self._engine.reset_prefix_cache())
 
     # --- sleep
 

@@ -79,6 +79,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
         ),
         eos_token_ids=config.eos_token_ids,
         on_events=bridge.deliver,
+        prefix_caching=settings.enable_prefix_caching,
     )
     bridge.attach(engine)
     description = _describe(settings, config, loaded, max_model_len, numerics_fingerprint(device, dtype))

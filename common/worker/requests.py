@@ -24,6 +24,8 @@ class RequestMessage(Protocol):
     def routing(self) -> types_pb2.RoutingParams: ...
     @property
     def priority(self) -> int: ...
+    @property
+    def cache_salt(self) -> str: ...
 
 
 async def engine_request(
@@ -49,4 +51,5 @@ async def engine_request(
         work=work,
         priority=message.priority,
         matcher=matcher,
+        cache_salt=message.cache_salt,
     )

@@ -88,6 +88,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 waiting=load.waiting,
                 handoffs=load.handoffs,
                 kv_blocks_used=load.kv_blocks_used,
+                kv_blocks_cached=load.kv_blocks_cached,
                 kv_blocks_total=load.kv_blocks_total,
             ),
             protocol_version=PROTOCOL_VERSION,

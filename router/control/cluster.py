@@ -104,7 +104,8 @@ class ClusterControl:
 
     async def _pause_workers(self, workers: Sequence[Worker], mode: PauseMode) -> None:
         request = worker_pb2.PauseRequest(mode=_MODES[mode])
-        timeout_s = None if mode == "wait" else STEP_TIMEOUT_S
+        # The others wait for what is under way: "wait" for every request, "keep" for the prompts.
+        timeout_s = STEP_TIMEOUT_S if mode == "abort" else None
         replies = await ask_in_order(
             workers, ("decode", "prefill"), lambda worker: worker.control.Pause(request, timeout=timeout_s)
         )

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from common.errors import InvalidRequestError
 from router.generate import GENERATE_ERRORS
 from router.json_body import read_body
-from router.keys import METRICS, SETTINGS, TEXT, UNKNOWN_FIELDS
+from router.keys import METRICS, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS
 from router.openai.completion_answer import CompletionDialect
 from router.openai.fields import OpenAIRequest
 from router.openai.prompts import encode
@@ -31,11 +30,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     settings, tokenizer = request.app[SETTINGS], request.app[TEXT].tokenizer
     with request.app[METRICS].request("completions") as clock:
         body = await read_body(request, CompletionRequest, request.app[UNKNOWN_FIELDS])
-        # The planner checks it too, but has to be given ids; these come first, and may be of very many texts.
-        if len(body.texts) > settings.max_prompts:
-            raise InvalidRequestError(
-                f"prompt must be at most {settings.max_prompts}, got {len(body.texts)} prompts", param="prompt"
-            )
+        request.app[PLANNER].check_fan_out(len(body.texts or body.ids), body.n, "prompt")
         prompts = await _token_ids(body, tokenizer)
         ask = Ask(
             prompts,

@@ -9,7 +9,7 @@ from common.errors import InvalidRequestError, NotFoundError
 from router.calls import task_group
 from router.generate import GENERATE_ERRORS
 from router.json_body import read_body
-from router.keys import LIVE, METRICS, PIPELINE, SETTINGS, TEXT, UNKNOWN_FIELDS
+from router.keys import LIVE, METRICS, PIPELINE, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS
 from router.live import LiveRequest
 from router.operation import Operation
 from router.serve import REQUEST_ID_HEADER, Incoming, serve
@@ -19,6 +19,7 @@ from router.sglang.request_schemas import SglangAbortRequest, SglangGenerateRequ
 from router.sglang.response_schemas import SglangAbortAnswer, SglangAnswer, SglangOutput
 from router.sglang.translate import (
     ask_of,
+    count_prompts,
     is_batch,
     logprob_start,
     prompts_of,
@@ -36,6 +37,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         body = await read_body(request, SglangGenerateRequest, app[UNKNOWN_FIELDS])
         sampling, tokenizer = body.sampling_params or SglangSamplingParams(), app[TEXT].tokenizer
         with sglang_names(sampling):
+            app[PLANNER].check_fan_out(count_prompts(body), sampling.n, "input_ids" if body.text is None else "text")
             prompts = await asyncio.to_thread(prompts_of, body, tokenizer) if body.text else prompts_of(body, tokenizer)
             ask = ask_of(body, sampling, prompts, wants_text=tokenizer is not None)
             rid = body.rid if isinstance(body.rid, str) else None

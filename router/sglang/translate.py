@@ -48,6 +48,14 @@ def prompts_of(body: SglangGenerateRequest, tokenizer: Tokenizer | None) -> list
     return prompts
 
 
+def count_prompts(body: SglangGenerateRequest) -> int:
+    """How many there are, before any is looked at."""
+    if isinstance(body.text, list):
+        return len(body.text)
+    ids = body.input_ids or []
+    return len(ids) if any(isinstance(each, list) for each in ids[:1]) else 1
+
+
 def is_batch(body: SglangGenerateRequest, sampling: SglangSamplingParams) -> bool:
     """Whether the answer is a list."""
     several_prompts = isinstance(body.text, list) or any(isinstance(each, list) for each in (body.input_ids or [])[:1])
