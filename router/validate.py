@@ -84,6 +84,7 @@ class Planner:
                 text=self._text(ask),
                 priority=ask.priority,
                 prompt_only=ask.prompt_only,
+                cache_salt=ask.cache_salt,
             )
             for index, token_ids in enumerate(ask.prompts)
         ]

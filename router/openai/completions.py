@@ -37,6 +37,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             body.sampling(),
             prompt_param="prompt",
             priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
             wants_text=tokenizer is not None,
             grammar=await grammar(body, tokenizer, settings.max_grammar_bytes),
             prompt_only=body.max_tokens == 0,

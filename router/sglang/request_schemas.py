@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from common.sampling import INT64_MAX
 from router.request_schemas import (
     INT32_MAX,
+    CacheSalt,
     LogitBias,
     Penalty,
     RequestModel,
@@ -96,6 +97,8 @@ class SglangGenerateRequest(RequestModel):
     priority: int | None = Field(
         None, ge=-INT64_MAX, le=INT64_MAX, description="Higher is admitted first; equal ones in order of arrival."
     )
+    extra_key: CacheSalt | None = Field(None, description="Prefixes are cached apart for each key.")
+    cache_salt: CacheSalt | None = Field(None, description="vLLM's name of `extra_key`; send only one of them.")
     token_ids_logprob: Unsupported = None
     input_embeds: Unsupported = None
     image_data: Unsupported = None

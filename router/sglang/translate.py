@@ -80,8 +80,15 @@ def ask_of(
         prompt_param="input_ids" if body.text is None else "text",
         # vLLM's scale, on which lower is sooner.
         priority=-(body.priority or 0),
+        cache_salt=_cache_salt(body),
         wants_text=wants_text,
     )
+
+
+def _cache_salt(body: SglangGenerateRequest) -> str:
+    if body.extra_key and body.cache_salt:
+        raise InvalidRequestError("send only one of extra_key and cache_salt", param="extra_key")
+    return body.extra_key or body.cache_salt or ""
 
 
 def logprob_start(body: SglangGenerateRequest) -> int | None:
