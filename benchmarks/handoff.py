@@ -91,7 +91,7 @@ async def _hand_over(sender: HandoffSender, pipe: Connection, num_tokens: int) -
     async with sender.transfer(lease, routing=True) as transfer:
         for end in range(RANGE_TOKENS, num_tokens + 1, RANGE_TOKENS):
             await transfer.send_range(BLOCKS, transfer.position, end)
-        await transfer.finish([SampledToken(0)])
+        await transfer.finish([SampledToken(0)], 1)
     return time.perf_counter() - start
 
 

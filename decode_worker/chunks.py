@@ -34,7 +34,7 @@ class Chunker:
         rows_TLK, logprobs = batch.rows_TLK, batch.prompt_logprobs
         if _num_bytes(batch, rows_TLK, logprobs) <= self._max_bytes:
             self._has_tokens |= bool(batch.tokens)
-            yield _message(batch.choice, batch.tokens, rows_TLK, batch.finish, logprobs)
+            yield _message(batch.choice, batch.tokens, rows_TLK, batch.finish, logprobs, batch.num_cached)
             return
         if logprobs is not None:
             for part in self._slices(len(logprobs), logprobs[0].nbytes):
@@ -62,7 +62,8 @@ class Chunker:
             self._has_tokens = True
             rows = None if rows_TLK is None else rows_TLK[at_row:end_row]
             finish = batch.finish if end == len(batch.tokens) else None
-            yield _message(batch.choice, batch.tokens[at_token:end], rows, finish)
+            num_cached = 0 if at_token else batch.num_cached
+            yield _message(batch.choice, batch.tokens[at_token:end], rows, finish, num_cached=num_cached)
             at_token, at_row = end, end_row
         if batch.finish is not None and not batch.tokens:
             yield _message(batch.choice, (), None, batch.finish)
@@ -93,6 +94,7 @@ def _message(
     rows_TLK: RoutingArray | None,
     finish: Finish | None,
     logprobs: PromptLogprobs | None = None,
+    num_cached: int = 0,
 ) -> decode_pb2.TokenChunk:
     return decode_pb2.TokenChunk(
         choice=choice,
@@ -102,6 +104,7 @@ def _message(
         prompt_logprobs=b"" if logprobs is None else logprobs.tobytes(),
         finish_reason=finish_to_pb(None if finish is None else finish.reason),
         stop_token_id=None if finish is None else finish.stop_token_id,
+        num_cached_tokens=num_cached,
     )
 
 

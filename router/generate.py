@@ -33,7 +33,7 @@ async def generate_as(request: web.Request, *, endpoint: str, form: RowsForm | N
         body = await read_body(request, GenerateRequest, request.app[UNKNOWN_FIELDS])
         refuse_unsupported(body)
         form = form or body.sampling_params.routed_experts_format or settings.routed_experts_format
-        ask = Ask([body.token_ids], body.sampling_params, priority=body.priority or 0)
+        ask = Ask([body.token_ids], body.sampling_params, priority=body.priority or 0, cache_salt=body.cache_salt or "")
         incoming = Incoming(ID_PREFIX, body.request_id, body.model, bool(body.stream))
         return await serve(request, clock, incoming, ask, GenerateDialect(body, settings, form))
 

@@ -274,6 +274,7 @@ class _PromptRun:
             routing=self._routing(),
             prefill_site=decode_pb2.PREFILL_SITE_REMOTE if remote else decode_pb2.PREFILL_SITE_LOCAL,
             priority=self._plan.priority,
+            cache_salt=self._plan.cache_salt,
         )
 
     def _prefill_request(self, lease: prefill_pb2.Lease) -> prefill_pb2.PrefillRequest:
@@ -284,6 +285,7 @@ class _PromptRun:
             routing=self._routing(),
             lease=lease,
             priority=self._plan.priority,
+            cache_salt=self._plan.cache_salt,
         )
 
     def _routing(self) -> types_pb2.RoutingParams:

@@ -35,6 +35,8 @@ class Ask:
     #: The field that holds the prompts, for error messages.
     prompt_param: str = "token_ids"
     priority: int = 0
+    #: Only requests with the same one share cached prefixes.
+    cache_salt: str = ""
     #: The answer shows text.
     wants_text: bool = False
     #: llguidance's form of a grammar that the dialect knows by another name than `structured_outputs`.
@@ -73,6 +75,7 @@ class Plan:
     text: TextOptions = TextOptions()
     priority: int = 0
     prompt_only: bool = False
+    cache_salt: str = ""
 
     @property
     def prompt_len(self) -> int:

@@ -98,10 +98,6 @@ class Job:
         if chunk.finish and chunk.finish.reason is FinishReason.ABORT:
             self.clock.outcome = "aborted"
 
-    def prefilled(self, plan: Plan, reply: prefill_pb2.PrefillReply) -> None:
-        """A prefill worker has handed the prompt over; what it did not compute was cached, there or on decode."""
-        self.count.cached[plan.index] = plan.prompt_len - reply.num_computed_tokens
-
     def prompt_logprobs(self, plan: Plan) -> PromptLogprobs | None:
         """Those that have arrived: all, once choice 0 has a token. None if the request asked for none."""
         wanted = plan.sampling.prompt_logprobs
@@ -183,7 +179,7 @@ async def serve(
     job = await _job(request, clock, incoming, ask)
     with request.app[LIVE].register(job.request_id) as live:
         answer = _Stream(request, job, dialect) if incoming.stream else _WholeAnswer(request, job, dialect)
-        await request.app[PIPELINE].run(job.plans, answer.take, live, partial(_prefilled, request, job))
+        await request.app[PIPELINE].run(job.plans, answer.take, live, partial(_prefilled, request))
         return await answer.end()
 
 
@@ -200,9 +196,8 @@ async def _job(request: web.Request, clock: RequestClock, incoming: Incoming, as
     return Job(name, app[MODEL].name, int(time.time()), limits, plans, clock, TokenCount(num_prompt_tokens), tokenizer)
 
 
-def _prefilled(request: web.Request, job: Job, plan: Plan, reply: prefill_pb2.PrefillReply) -> None:
+def _prefilled(request: web.Request, _: Plan, reply: prefill_pb2.PrefillReply) -> None:
     request.app[METRICS].prefilled(reply)
-    job.prefilled(plan, reply)
 
 
 async def encoded(num_bytes: int, encode: Callable[[], ValueT]) -> ValueT:

@@ -120,9 +120,7 @@ class EngineCore:
         except RoutingMissingError as error:
             self._reporter.fail(group, error)
 
-    def commit_handoff(
-        self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int = 0
-    ) -> None:
+    def commit_handoff(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int = 0) -> None:
         """The whole prompt is in the leased slots; each choice goes on after its first token, unless that ends it.
 
         `num_cached`: prompt tokens that were not computed for this request where the handoff comes from.

@@ -175,9 +175,7 @@ class Engine:
         """Work.DECODE: KV and rows of positions [0, computed) are in the leased slots; their rows become an event."""
         self._command(request_id, partial(self._core.advance_handoff, request_id, computed))
 
-    def commit_handoff(
-        self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int = 0
-    ) -> None:
+    def commit_handoff(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int = 0) -> None:
         """Work.DECODE: the whole prompt is in the leased slots. Choices that their first token ends run no step.
 
         `num_cached`: prompt tokens that were not computed for this request where the handoff comes from.

@@ -42,9 +42,9 @@ class Reporter:
                 group.request.request_id,
                 prompt.blocks,
                 prompt.num_computed,
-                prompt.num_cached,
                 tuple(first_tokens),
                 logprobs,
+                prompt.num_cached,
             )
         )
 

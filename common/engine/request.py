@@ -74,9 +74,9 @@ class PromptAdvanced:
     request_id: RequestId
     blocks: tuple[BlockId, ...]
     computed: int
-    num_cached: int = 0
     first_tokens: tuple[SampledToken, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,11 @@ class HandoffHandler(Protocol):
         """Those of the prompt's next positions; all of them have come before `on_complete`."""
         ...
 
-    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
-        """The whole prompt is there, and the token that follows it, for each choice."""
+    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int) -> None:
+        """The whole prompt is there, and the token that follows it, for each choice.
+
+        `num_cached`: prompt tokens that P did not compute for this request, because it had them.
+        """
         ...
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:

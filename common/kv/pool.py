@@ -40,6 +40,11 @@ class BlockPool:
         return self.num_blocks - 1
 
     @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing of value."""
+        return len(self._free)
+
+    @property
     def num_available(self) -> int:
         """Blocks that `try_allocate` could hand out: free, or only cached."""
         return len(self._free) + len(self._cached)

@@ -34,6 +34,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             body.sampling(),
             prompt_param="messages",
             priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
             wants_text=True,
             grammar=await grammar(body, tools.tokenizer, settings.max_grammar_bytes),
         )

@@ -118,9 +118,12 @@ class RecordingHandler:
 
     def on_prompt_logprobs(self, request_id: RequestId, entries: PromptLogprobs) -> None:
         assert request_id not in self.outcomes, f"{request_id} has ended"
+        #: Prompt tokens that the prefill worker says it had.
+        self.num_cached: dict[RequestId, int] = {}
         self.logprobs.setdefault(request_id, []).append(entries)
 
-    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
+    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int) -> None:
+        self.num_cached[request_id] = num_cached
         self._end(request_id, tuple(first_tokens))
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
@@ -268,7 +271,7 @@ async def hand_off(
     async with sender.transfer(lease, routing=routing) as transfer:
         for end in ends:
             await transfer.send_range([BlockId(b) for b in blocks], transfer.position, end)
-        await transfer.finish(FIRST_TOKENS)
+        await transfer.finish(FIRST_TOKENS, 1)
 
 
 def slots(blocks: Sequence[int], start: int, end: int) -> list[int]:

@@ -110,9 +110,11 @@ async def test_cached_tokens_stay_where_they_are(transport: Transport) -> None:
             # The prefill worker computed from position 0; those that the decode worker has are skipped.
             await transfer.send_range([BlockId(1), BlockId(2), BlockId(3)], 0, 6)
             await transfer.send_range([BlockId(1), BlockId(2), BlockId(3)], 0, 10)
-            await transfer.finish(FIRST_TOKENS)
+            await transfer.finish(FIRST_TOKENS, 1)
             assert transfer.num_bytes_sent == 2 * (TOKEN_BYTES + ROW_BYTES)
         assert await decode.handler.outcome(request_id) == FIRST_TOKENS
+        # What it did not compute, it says with the last message: all but one.
+        assert decode.handler.num_cached == {request_id: 9}
     before[slots([5, 6, 7], 8, 10)] = slot_bits(source)[slots([1, 2, 3], 8, 10)]
     np.testing.assert_array_equal(slot_bits(target), before)
 
@@ -152,7 +154,7 @@ async def test_prompt_logprobs_arrive_in_order_and_before_the_first_tokens(
             # As an engine tells them: with positions [0, e) come the entries of [0, e].
             await transfer.send_range([BlockId(1), BlockId(2), BlockId(3)], 0, 6, PromptLogprobs(entries[:7]))
             await transfer.send_range([BlockId(1), BlockId(2), BlockId(3)], 6, 10, PromptLogprobs(entries[7:]))
-            await transfer.finish(FIRST_TOKENS)
+            await transfer.finish(FIRST_TOKENS, 1)
         assert await decode.handler.outcome(request_id) == FIRST_TOKENS
         arrived = np.concatenate(decode.handler.logprobs[request_id])
         assert arrived.tobytes() == entries.tobytes()
@@ -169,7 +171,7 @@ async def test_a_handoff_that_lacks_prompt_logprobs_is_rejected(transport: Trans
         async with sender.transfer(lease, routing=True, num_top=0) as transfer:
             await transfer.send_range([BlockId(1)], 0, 4, PromptLogprobs(numbered_logprobs(4, 0)[:3]))
             with pytest.raises(HandoffCorruptError, match="logprobs of 3 of 4 positions"):
-                await transfer.finish(FIRST_TOKENS)
+                await transfer.finish(FIRST_TOKENS, 1)
         assert isinstance(await decode.handler.outcome(request_id), HandoffCorruptError)
         decode.assert_idle()
 
@@ -380,7 +382,7 @@ async def test_a_prompt_that_waits_for_its_turn_keeps_its_lease(transport: Trans
             unused_id, _ = decode.grant([4], 4)
             assert isinstance(await decode.handler.outcome(unused_id), HandoffTimeoutError)
             await transfer.send_range([BlockId(1)], 0, 4)
-            await transfer.finish(FIRST_TOKENS)
+            await transfer.finish(FIRST_TOKENS, 1)
         assert await decode.handler.outcome(waiting_id) == FIRST_TOKENS
 
 
@@ -409,7 +411,7 @@ async def test_a_decode_worker_that_goes_away_fails_its_handoffs_at_once(transpo
             await transfer.send_range([BlockId(1), BlockId(2)], 0, 4)
         with pytest.raises((WorkerLostError, HandoffError)):
             async with asyncio.timeout(2):
-                await transfer.finish(FIRST_TOKENS)
+                await transfer.finish(FIRST_TOKENS, 1)
         await context.__aexit__(None, None, None)
         assert sender.num_active == 0
 
@@ -467,7 +469,7 @@ async def test_over_a_thousand_chunks_survive_a_receiver_that_stalls(transport: 
                     if end == CREDIT_CHUNKS + 1:
                         await stalled.wait()
                     await transfer.send_range(theirs, end - 1, end)
-                await transfer.finish(FIRST_TOKENS)
+                await transfer.finish(FIRST_TOKENS, 1)
 
         async with asyncio.TaskGroup() as transfers:
             for _, lease in granted:

@@ -59,7 +59,7 @@ from tests.contract.transports import Transport
 
 #: One different value for every field that both sides must agree on.
 DIFFERENCES: dict[str, Any] = {
-    "protocol_version": 3,
+    "protocol_version": 4,
     "fingerprint": "beef",
     "weight_version": "8",
     "numerics": "avx2 torch-2.13",
@@ -243,7 +243,11 @@ def chunk_of(lease: LeaseRef, store: KVStore, first: int, last: int, /, **change
 
 def close_of(lease: LeaseRef, *, num_chunks: int) -> Close:
     return Close(
-        transfer_id=lease.transfer_id, generation=lease.generation, num_chunks=num_chunks, first_tokens=FIRST_TOKENS
+        transfer_id=lease.transfer_id,
+        generation=lease.generation,
+        num_chunks=num_chunks,
+        num_computed=1,
+        first_tokens=FIRST_TOKENS,
     )
 
 
@@ -361,7 +365,7 @@ async def test_the_handshake_comes_first(transport: Transport) -> None:
 
 
 async def test_a_newer_worker_is_refused_in_words_even_if_its_hello_has_more_fields(transport: Transport) -> None:
-    hello = msgspec.to_builtins(Hello(identity=identity("prefill-instance", protocol_version=3)))
+    hello = msgspec.to_builtins(Hello(identity=identity("prefill-instance", protocol_version=4)))
     hello["compression"] = {"zstd": [1, 2, 3]}
     hello["identity"]["sinks"] = 4
     async with (
@@ -371,7 +375,7 @@ async def test_a_newer_worker_is_refused_in_words_even_if_its_hello_has_more_fie
         await prefill.send_raw(msgspec.msgpack.encode(hello))
         answer = await prefill.receive()
         assert isinstance(answer, Refuse)
-        assert answer.reason == "the workers differ in protocol_version: 2 here, 3 on the other side"
+        assert answer.reason == "the workers differ in protocol_version: 3 here, 4 on the other side"
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80", b"", b""], [b"junk", b"more junk"], [b"\x91" * 5_000]])

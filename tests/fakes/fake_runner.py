@@ -36,10 +36,12 @@ class FakeRunner:
         lost_rows: positions whose rows are not written.
         nan_after: positions after which the logits are NaN.
         gate: a step waits for it; `entered` is set once it does.
+        weights: which model it is; others store another K, so that every logit and row shows whose KV was read.
     """
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVStore, weights: int = 0) -> None:
         self._store = store
+        self.weights = weights
         self.batches: list[tuple[Chunk, ...]] = []
         self.fails_on: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
         self.lost_rows: Callable[[Chunk, int], bool] = lambda chunk, position: False
@@ -63,7 +65,7 @@ class FakeRunner:
     def _forward(self, chunk: Chunk) -> list[int]:
         """Stores KV and rows; one hash per position of the chunk."""
         slots = slots_of(chunk.blocks, 0, chunk.end, self._store.layout.block_size)
-        self._store.write_kv(slots[chunk.start :], _kv_of(chunk))
+        self._store.write_kv(slots[chunk.start :], _kv_of(chunk, self.weights))
         hashes = _prefix_hashes(self._store.read_kv(slots))
         if chunk.wants_rows:
             kept = [i for i in range(chunk.start, chunk.end) if not self.lost_rows(chunk, i)]
@@ -84,8 +86,8 @@ def _scores(chunk: Chunk, hashes: Sequence[int]) -> PromptLogprobs:
     return score(torch.from_numpy(np.stack(rows)), chunk.score_targets, chunk.num_top)
 
 
-def _kv_of(chunk: Chunk) -> torch.Tensor:
-    k_T = torch.tensor(chunk.token_ids, dtype=torch.float32) + 1
+def _kv_of(chunk: Chunk, weights: int) -> torch.Tensor:
+    k_T = torch.tensor(chunk.token_ids, dtype=torch.float32) + 1 + VOCAB_SIZE * weights
     v_T = torch.arange(chunk.start, chunk.end, dtype=torch.float32) + 1
     return torch.stack([k_T, v_T]).reshape(1, 2, -1, 1, 1).expand(2, -1, -1, -1, -1)
 

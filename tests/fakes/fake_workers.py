@@ -77,6 +77,11 @@ def expected_prompt_logprobs(prompt: Sequence[int], num_top: int) -> bytes:
     return entries.tobytes()
 
 
+def cached_tokens(prompt: Sequence[int]) -> int:
+    """Of every prompt the fakes know all full blocks, but never the last token."""
+    return (len(prompt) - 1) // 16 * 16
+
+
 @dataclass
 class Script:
     """What the fakes do beside answering. Events let a test decide when things happen."""
@@ -205,7 +210,10 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
             await self.script.prefill_go.wait()
             if self.script.prefill_error:
                 raise self.script.prefill_error
-            return prefill_pb2.PrefillReply(num_computed_tokens=len(request.token_ids))
+            num_cached = cached_tokens(request.token_ids)
+            return prefill_pb2.PrefillReply(
+                num_computed_tokens=len(request.token_ids) - num_cached, num_cached_tokens=num_cached
+            )
 
     async def CheckInvariants(
         self, request: worker_pb2.CheckInvariantsRequest, context: Context
@@ -292,6 +300,8 @@ def _choice_chunks(request: decode_pb2.GenerateRequest, script: Script, choice: 
         message = _message(request, script, part, row, end - (script.missing_rows if last else 0), choice)
         if first == 0 and choice == 0 and request.sampling.HasField("prompt_logprobs"):
             message.prompt_logprobs = expected_prompt_logprobs(request.token_ids, request.sampling.prompt_logprobs)
+        if first == 0:
+            message.num_cached_tokens = cached_tokens(request.token_ids)
         row = end
         if last:
             message.finish_reason = finish
@@ -326,7 +336,6 @@ def _message(
         tokens=[_token(token, request, script) for token in tokens],
         routing_rows=rows.tobytes(),
         num_rows=len(rows),
-        num_cached_tokens=len(request.token_ids) // 16 * 16 if tokens else 0,
         choice=choice,
     )
 

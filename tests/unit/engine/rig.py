@@ -46,10 +46,10 @@ def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos)
 
 
-def solo(request: EngineRequest, choice: int = 0) -> SoloResult:
+def solo(request: EngineRequest, choice: int = 0, *, weights: int = 0, version: str = "") -> SoloResult:
     """The oracle's answer, from a store of its own."""
     store = fake_store(64)
-    oracle = SoloRunner(FakeRunner(store), store, EOS)
+    oracle = SoloRunner(FakeRunner(store, weights), store, EOS, weight_version=version)
     return oracle.run(request.prompt, request.sampling, request.routing_start, choice=choice, matcher=request.matcher)
 
 
@@ -67,6 +67,10 @@ class Transcript:
     blocks: tuple[BlockId, ...] | None = None
     advances: list[PromptAdvanced] = field(default_factory=list)
     num_events: int = 0
+    #: Of the prompt, on a decode engine: positions that came from its own prefix cache.
+    num_leased_cached: int = 0
+    #: What the first token said of the request's prompt.
+    num_cached: int = 0
 
     def __post_init__(self) -> None:
         others = range(1, self.request.sampling.n) if self.choice == 0 else ()
@@ -80,9 +84,11 @@ class Transcript:
             case BlocksLeased():
                 assert self.blocks is None
                 self.blocks = event.blocks
+                self.num_leased_cached = event.num_cached
             case PromptAdvanced():
                 self.blocks = event.blocks
                 self.advances.append(event)
+                self.num_cached = event.num_cached
                 self._take_logprobs(event.prompt_logprobs)
             case Progress():
                 self.all[event.choice]._take_progress(event)
@@ -94,6 +100,7 @@ class Transcript:
         assert self.finish is None, f"{event} after the choice's end"
         self.tokens += event.tokens
         self.finish = event.finish
+        self.num_cached += event.num_cached
         if event.rows_TLK is not None:
             assert self.request.routing_start is not None
             self.rows.append(event.rows_TLK)
@@ -151,13 +158,23 @@ class Transcript:
 class CoreRig:
     """One engine core on any model, and the transcripts of its requests."""
 
-    def __init__(self, runner: Runner, store: KVStore, bounds: EngineLimits, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        store: KVStore,
+        bounds: EngineLimits,
+        eos_token_ids: frozenset[int],
+        *,
+        prefix_caching: bool = True,
+    ) -> None:
         self.store = store
         self.pool = BlockPool(store.num_blocks)
         self.admission = Admission(
             bounds, num_usable_blocks=self.pool.num_usable_blocks, block_size=store.layout.block_size
         )
-        self.core = EngineCore(runner, store, self.pool, bounds, eos_token_ids, self.admission)
+        self.core = EngineCore(
+            runner, store, self.pool, bounds, eos_token_ids, self.admission, prefix_caching=prefix_caching
+        )
         self.transcripts: dict[RequestId, Transcript] = {}
         self.silenced: set[RequestId] = set()
 
@@ -200,19 +217,29 @@ class CoreRig:
 class FakeRig(CoreRig):
     """An engine core on FakeRunner, with `num_blocks` usable blocks."""
 
-    def __init__(self, *, num_blocks: int = 64, bounds: EngineLimits | None = None, block_size: int = 4) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        bounds: EngineLimits | None = None,
+        block_size: int = 4,
+        prefix_caching: bool = True,
+        weights: int = 0,
+    ) -> None:
         store = fake_store(num_blocks + 1, block_size)
-        self.runner = FakeRunner(store)
-        super().__init__(self.runner, store, bounds or limits(), EOS)
+        self.runner = FakeRunner(store, weights)
+        super().__init__(self.runner, store, bounds or limits(), EOS, prefix_caching=prefix_caching)
 
 
 def copy_slots(source: KVStore, there: Transcript, target: KVStore, here: Transcript) -> None:
-    """What a handoff does: KV and rows of the positions that P has computed so far, from its slots to D's."""
+    """What a handoff does: KV and rows of the positions that P has so far and D lacks, from its slots to D's."""
     assert there.blocks is not None
     assert here.blocks is not None
-    computed = there.advances[-1].computed
-    from_slots = slots_of(there.blocks, 0, computed, source.layout.block_size)
-    to_slots = slots_of(here.blocks, 0, computed, target.layout.block_size)
+    start, computed = here.num_leased_cached, there.advances[-1].computed
+    if start >= computed:
+        return
+    from_slots = slots_of(there.blocks, start, computed, source.layout.block_size)
+    to_slots = slots_of(here.blocks, start, computed, target.layout.block_size)
     target.write_kv(to_slots, source.read_kv(from_slots))
     if there.request.routing_start is not None:
         target.write_rows(to_slots, source.read_rows(from_slots))
@@ -239,9 +266,10 @@ class RigPair:
             self.prefill.step()
             if there.advances:
                 copy_slots(self.prefill.store, there, self.decode.store, here)
-                self.decode.core.advance_handoff(name, there.advances[-1].computed)
-                self.decode.deliver()
+                if there.advances[-1].computed > here.num_leased_cached:
+                    self.decode.core.advance_handoff(name, there.advances[-1].computed)
+                    self.decode.deliver()
         there.assert_all_logprobs()
-        self.decode.core.commit_handoff(name, there.first_tokens)
+        self.decode.core.commit_handoff(name, there.first_tokens, there.num_cached)
         self.decode.deliver()
         self.prefill.cancel(name)

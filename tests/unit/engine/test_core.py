@@ -195,7 +195,7 @@ def test_handoff_calls_that_do_not_fit_fail_only_their_request() -> None:
 
 def test_leased_blocks_are_blank() -> None:
     """Attention masks the unwritten tail of a block by weight zero, and zero times NaN is NaN."""
-    rig = FakeRig()
+    rig = FakeRig(prefix_caching=False)
     used = rig.submit(make_request("used", PROMPT, greedy(4)))
     rig.run()
     assert used.ended
@@ -210,7 +210,7 @@ def test_leased_blocks_are_blank() -> None:
 
 
 def test_an_ended_request_leaves_neither_rows_nor_kv_behind() -> None:
-    rig = FakeRig()
+    rig = FakeRig(prefix_caching=False)
     rig.submit(make_request("a", PROMPT, greedy(4)))
     rig.step()
     slots = slots_of(rig.runner.batches[0][0].blocks, 0, len(PROMPT), 4)

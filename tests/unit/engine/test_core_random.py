@@ -24,7 +24,16 @@ SAMPLING = st.builds(
     n=st.integers(1, 4),
     prompt_logprobs=st.sampled_from([None, 0, 3]),
 )
-PROMPTS = st.lists(st.integers(0, 49), min_size=1, max_size=20)
+#: Half of them begin as others do, so that blocks are found, shared, evicted and computed again.
+SHARED = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 49), min_size=1, max_size=20),
+    st.builds(
+        lambda num_shared, own: (SHARED[:num_shared] + own)[:20],
+        st.integers(1, len(SHARED)),
+        st.lists(st.integers(0, 2), max_size=6),
+    ),
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -42,10 +51,14 @@ class EngineMachine(RuleBasedStateMachine):
         start=st.sampled_from([None, 0, 1]),
         work=st.sampled_from(Work),
         priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "", "salt"]),
     )
-    def submit(self, prompt: list[int], sampling: SamplingParams, start: int | None, work: Work, priority: int) -> None:
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams, start: int | None, work: Work, priority: int, salt: str
+    ) -> None:
         self.count += 1
-        request = EngineRequest(RequestId(f"r{self.count}"), prompt, sampling, start, work, priority)
+        name = RequestId(f"r{self.count}")
+        request = EngineRequest(name, prompt, sampling, start, work, priority, cache_salt=salt)
         if -(-request.num_slots // 4) > self.rig.pool.num_usable_blocks:
             self._expect_refusal(request)
         else:
@@ -83,6 +96,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.rig.core.abort(transcript.request.request_id, choice)
         self.rig.deliver()
 
+    @rule()
+    def forget_prefixes(self) -> None:
+        self.rig.core.reset_prefix_cache()
+        assert self.rig.core.load().kv_blocks_cached == 0
+
     @precondition(lambda self: self.leased())
     @rule(data=st.data())
     def hand_over(self, data: st.DataObject) -> None:
@@ -96,8 +114,9 @@ class EngineMachine(RuleBasedStateMachine):
         far.run()
         copy_slots(far.store, there, self.rig.store, transcript)
         for advance in there.advances:
-            self.rig.core.advance_handoff(request.request_id, advance.computed)
-        self.rig.core.commit_handoff(request.request_id, there.first_tokens)
+            if advance.computed > transcript.num_leased_cached:
+                self.rig.core.advance_handoff(request.request_id, advance.computed)
+        self.rig.core.commit_handoff(request.request_id, there.first_tokens, there.num_cached)
         self.rig.deliver()
 
     @invariant()

@@ -127,6 +127,7 @@ def test_a_header_that_no_peer_would_take_is_not_sent() -> None:
         transfer_id=TransferId(1),
         generation=Generation(2),
         num_chunks=1,
+        num_computed=1,
         first_tokens=(SampledToken(1, top[0], top),) * 4,
     )
     with pytest.raises(PayloadTooLargeError, match="logprobs"):
@@ -136,19 +137,25 @@ def test_a_header_that_no_peer_would_take_is_not_sent() -> None:
 def test_the_logprobs_of_a_whole_large_vocabulary_fit() -> None:
     top = tuple(TokenLogprob(token, -12.345678, token) for token in range(152_000))
     close = Close(
-        transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, first_tokens=(SampledToken(1, top[0], top),)
+        transfer_id=TransferId(1),
+        generation=Generation(2),
+        num_chunks=1,
+        num_computed=1,
+        first_tokens=(SampledToken(1, top[0], top),),
     )
     assert decode_from_prefill(encode(close)) == close
 
 
 def test_the_sampling_masks_of_sixteen_choices_of_a_large_vocabulary_fit() -> None:
     token = SampledToken(1, mask=tuple(range(152_000)))
-    close = Close(transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, first_tokens=(token,) * 16)
+    close = Close(
+        transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, num_computed=1, first_tokens=(token,) * 16
+    )
     assert decode_from_prefill(encode(close)) == close
 
 
 def test_a_close_without_tokens_is_malformed() -> None:
-    close = Close(transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, first_tokens=())
+    close = Close(transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, num_computed=1, first_tokens=())
     with pytest.raises(HandoffCorruptError, match="length >= 1"):
         decode_from_prefill(encode(close))
 
@@ -159,6 +166,7 @@ def test_logprobs_survive_bit_for_bit(logprob: float) -> None:
         transfer_id=TransferId(1),
         generation=Generation(2),
         num_chunks=1,
+        num_computed=1,
         first_tokens=(SampledToken(1, TokenLogprob(1, logprob, 1)),),
     )
     assert decode_from_prefill(encode(close)) == close

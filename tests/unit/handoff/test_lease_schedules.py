@@ -136,7 +136,7 @@ class LeaseSchedules(RuleBasedStateMachine):
         address: dict[str, Any] = {"transfer_id": lease.transfer_id, "generation": lease.generation}
         message: Renew | Close | Abort
         if kind == "close":
-            message = Close(num_chunks=lease.next_seq, first_tokens=(SampledToken(1),), **address)
+            message = Close(num_chunks=lease.next_seq, num_computed=1, first_tokens=(SampledToken(1),), **address)
         elif kind == "abort":
             message = Abort(reason="enough", **address)
         elif kind == "stale":

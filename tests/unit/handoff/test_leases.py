@@ -71,11 +71,12 @@ def chunk(lease: Lease, start: int, end: int, *, seq: int | None = None, scores_
     )
 
 
-def close(lease: Lease, num_chunks: int) -> Close:
+def close(lease: Lease, num_chunks: int, num_computed: int = 1) -> Close:
     return Close(
         transfer_id=lease.transfer_id,
         generation=lease.generation,
         num_chunks=num_chunks,
+        num_computed=num_computed,
         first_tokens=(SampledToken(1),),
     )
 

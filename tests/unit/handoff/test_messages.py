@@ -45,7 +45,7 @@ IDENTITY = HandoffIdentity(
 IDENTITY_BYTES = (
     b"\x8f"
     b"\xabinstance_id\xa1i"
-    b"\xb0protocol_version\x02"
+    b"\xb0protocol_version\x03"
     b"\xabfingerprint\xa1f"
     b"\xaeweight_version\xa10"
     b"\xa8numerics\xa1n"
@@ -87,8 +87,10 @@ FROM_PREFILL: list[tuple[PrefillMessage, bytes]] = [
         b"\xadrows_checksum\xcc\xff\xafscores_checksum\xcc\x80",
     ),
     (
-        Close(transfer_id=TRANSFER, generation=GENERATION, num_chunks=2, first_tokens=(SampledToken(5),)),
-        b"\x85\xa4type\xa5close" + ADDRESS_BYTES + b"\xaanum_chunks\x02"
+        Close(
+            transfer_id=TRANSFER, generation=GENERATION, num_chunks=2, num_computed=3, first_tokens=(SampledToken(5),)
+        ),
+        b"\x86\xa4type\xa5close" + ADDRESS_BYTES + b"\xaanum_chunks\x02\xacnum_computed\x03"
         b"\xacfirst_tokens\x91\x85\xa8token_id\x05\xa7logprob\xc0\xa3top\x90\xa4mask\xc0\xaeweight_version\xa0",
     ),
     (
@@ -96,6 +98,7 @@ FROM_PREFILL: list[tuple[PrefillMessage, bytes]] = [
             transfer_id=TRANSFER,
             generation=GENERATION,
             num_chunks=2,
+            num_computed=300,
             first_tokens=(
                 SampledToken(
                     5, TokenLogprob(5, -0.5, 1), (TokenLogprob(5, -0.5, 1), TokenLogprob(300, -2.0, 2)), (5, 300), "v"
@@ -103,7 +106,9 @@ FROM_PREFILL: list[tuple[PrefillMessage, bytes]] = [
                 SampledToken(6),
             ),
         ),
-        b"\x85\xa4type\xa5close" + ADDRESS_BYTES + b"\xaanum_chunks\x02\xacfirst_tokens\x92\x85\xa8token_id\x05"
+        b"\x86\xa4type\xa5close"
+        + ADDRESS_BYTES
+        + b"\xaanum_chunks\x02\xacnum_computed\xcd\x01\x2c\xacfirst_tokens\x92\x85\xa8token_id\x05"
         b"\xa7logprob\x83\xa8token_id\x05\xa7logprob\xcb\xbf\xe0\x00\x00\x00\x00\x00\x00\xa4rank\x01"
         b"\xa3top\x92\x83\xa8token_id\x05\xa7logprob\xcb\xbf\xe0\x00\x00\x00\x00\x00\x00\xa4rank\x01"
         b"\x83\xa8token_id\xcd\x01\x2c\xa7logprob\xcb\xc0\x00\x00\x00\x00\x00\x00\x00\xa4rank\x02"
@@ -137,7 +142,7 @@ FROM_DECODE: list[tuple[DecodeMessage, bytes]] = [
 
 
 def test_the_version_is_pinned_with_the_bytes() -> None:
-    assert HANDOFF_PROTOCOL_VERSION == 2
+    assert HANDOFF_PROTOCOL_VERSION == 3
 
 
 @pytest.mark.parametrize(("message", "golden"), FROM_PREFILL, ids=lambda value: type(value).__name__)
@@ -174,4 +179,4 @@ def test_the_first_difference_is_a_sentence_with_both_values() -> None:
 
 def test_another_version_is_named_before_anything_else() -> None:
     other = msgspec.structs.replace(IDENTITY, protocol_version=1, fingerprint="g")
-    assert first_difference(IDENTITY, other) == "the workers differ in protocol_version: 2 here, 1 on the other side"
+    assert first_difference(IDENTITY, other) == "the workers differ in protocol_version: 3 here, 1 on the other side"

@@ -57,7 +57,7 @@ async def test_lease() -> None:
     waiting = asyncio.create_task(outbox.leased())
     await asyncio.sleep(0)
     outbox.put(BlocksLeased(ID, (BlockId(4),)))
-    assert await waiting == (4,)
+    assert await waiting == BlocksLeased(ID, (BlockId(4),))
 
 
 async def test_no_lease_for_a_request_that_ended() -> None:
@@ -88,7 +88,7 @@ async def test_the_end_of_one_choice_is_not_the_end_of_the_request() -> None:
         await asyncio.sleep(0)
     assert not waiting.done()
     outbox.put(BlocksLeased(ID, (BlockId(4),)))
-    assert await waiting == (4,)
+    assert await waiting == BlocksLeased(ID, (BlockId(4),))
 
 
 async def test_prompt_logprobs_coalesce_whichever_way_they_come() -> None:
