@@ -47,7 +47,7 @@ class StructuredOutputs(RequestModel):
     """What the output must follow: one of json, regex, choice, grammar and json_object."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="JSON schema, as object or as text.")
-    regex: str | None = None
+    regex: str | None = Field(None, description="Regular expression of the whole output.")
     choice: list[str] | None = Field(None, description="The output is one of these strings.")
     grammar: str | None = Field(None, description="A grammar in llguidance's Lark dialect, or GBNF.")
     json_object: bool | None = Field(None, description="Any JSON object.")
@@ -76,9 +76,11 @@ class CommonSamplingFields(RequestModel):
 
     n: int | None = Field(None, ge=1, description="Number of choices, each with its own tokens and rows.")
     temperature: float | None = Field(None, ge=0, description="0 is greedy.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=INT32_MAX, description="0 or -1 is off.")
-    min_p: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1, description="The most likely ids with this mass; 1 is off.")
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX, description="So many of the most likely ids; 0 or -1 is off.")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Ids at least this share as likely as the first; 0 is off."
+    )
     seed: Seed | None = None
     presence_penalty: Penalty | None = Field(None, description="Once for every id generated before.")
     frequency_penalty: Penalty | None = Field(None, description="For each time an id was generated before.")
@@ -87,13 +89,15 @@ class CommonSamplingFields(RequestModel):
     allowed_token_ids: TokenIds | None = Field(None, description="The only ids that may be sampled.")
     bad_words: list[str] | None = Field(None, description="Texts that the output must not contain.")
     stop: Stops | None = Field(None, description="Texts that end the output.")
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop string in the text.")
-    min_tokens: int | None = Field(None, ge=0)
-    prompt_logprobs: NumLogprobs | None = Field(None, description="The same for prompt tokens.")
+    stop_token_ids: TokenIds | None = Field(None, description="Ids that end the output.")
+    ignore_eos: bool | None = Field(None, description="End-of-sequence ids do not end the output.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep what ended the output in its text.")
+    min_tokens: int | None = Field(None, ge=0, description="So many tokens come first that do not end the output.")
+    prompt_logprobs: NumLogprobs | None = Field(
+        None, description="Alternatives per prompt token; absent: no logprobs of the prompt. Not with `stream`."
+    )
     skip_special_tokens: bool | None = Field(None, description="Whether texts, and stops, see special tokens.")
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the output must follow.")
     routed_experts_prompt_start: int | None = Field(
         None, ge=0, description="First position whose row is returned, at most the prompt length."
     )
@@ -119,7 +123,7 @@ class GenerateRequest(RequestModel):
     sampling_params: SamplingFields
     request_id: str | None = Field(None, description="The header X-Request-Id wins.")
     model: str | None = Field(None, description="The served name, or absent.")
-    stream: bool | None = None
+    stream: bool | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="Also return the prompt's ids.")
     cache_salt: CacheSalt | None = None

@@ -22,7 +22,7 @@ class AbortRequestsResponse(ResponseModel):
 
 
 class PromptTokensDetails(ResponseModel):
-    """`cached_tokens`: prompt tokens of the first choice that came from a prefix cache."""
+    """`cached_tokens`: prompt tokens, over all prompts, that were found in a prefix cache instead of computed."""
 
     cached_tokens: int
 
@@ -38,7 +38,11 @@ class Usage(ResponseModel):
 
 
 class Logprob(ResponseModel):
-    """One vocabulary id: fp32 log-softmax of the raw logits (-9999.0 if not finite); rank 1 is the most likely."""
+    """One vocabulary id; -9999.0 stands for what is not finite, and rank 1 is the most likely.
+
+    Values are the fp32 log-softmax of the raw logits; with --logprobs-mode processed_logprobs, of the logits after
+    penalties, bias, temperature and filters.
+    """
 
     token_id: int
     logprob: float
@@ -75,7 +79,7 @@ class RoutedExperts(ResponseModel):
 
 
 class PromptLogprob(ResponseModel):
-    """One vocabulary id at one prompt position: fp32 log-softmax of the raw logits; rank 1 is the most likely."""
+    """One vocabulary id at one prompt position, as `Logprob`."""
 
     logprob: float
     rank: int

@@ -66,12 +66,14 @@ class OpenAIRequest(CommonSamplingFields):
     """What both endpoints take beside the prompt, the limits and logprobs."""
 
     model: str | None = Field(None, description="The served name, or absent.")
-    stream: bool | None = None
+    stream: bool | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="No effect.")
     response_format: ResponseFormat | None = None
-    add_special_tokens: bool | None = None
-    echo: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="Default: true for a prompt, false for messages.")
+    echo: bool | None = Field(
+        None, description="Show the prompt, or a last message by the assistant, before the output."
+    )
     return_token_ids: bool | None = Field(None, description="Also return ids: the prompt's and the output's.")
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Tokens in logprobs are spelled "token_id:7" instead of as text.'

@@ -157,10 +157,10 @@ class TemplateFields(RequestModel):
 class ChatCompletionRequest(TemplateFields, OpenAIRequest):
     """Body of POST /v1/chat/completions. `add_special_tokens` defaults to false: templates write their own."""
 
-    messages: Messages
+    messages: Messages = Field(description="The conversation; its content is text.")
     max_tokens: int | None = Field(None, ge=1, description="Absent: the rest of the context; clamped to the context.")
     max_completion_tokens: int | None = Field(None, ge=1, description="The same; wins over max_tokens.")
-    logprobs: bool | None = None
+    logprobs: bool | None = Field(None, description="Whether tokens come with logprobs.")
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; needs logprobs.")
     tool_choice: ToolChoice = None
     functions: Refused = None
