@@ -4,14 +4,18 @@ Requests are strict: a boolean is not an integer, a string is not a number. An e
 no model knows are ignored (`router.json_body` logs each name once).
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from common.sampling import INT64_MAX, INT64_MIN
 
-#: fail_fast: one bad id in a prompt of 100,000 gives one error, not 100,000.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+ItemT = TypeVar("ItemT")
+
+#: A list of 100,000 bad entries gives one error, not 100,000.
+ListOf = Annotated[list[ItemT], Field(fail_fast=True)]
+
+TokenIds = ListOf[Annotated[int, Field(ge=0)]]
 
 INT32_MAX = 2**31 - 1
 
@@ -48,7 +52,7 @@ class StructuredOutputs(RequestModel):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="JSON schema, as object or as text.")
     regex: str | None = Field(None, description="Regular expression of the whole output.")
-    choice: list[str] | None = Field(None, description="The output is one of these strings.")
+    choice: ListOf[str] | None = Field(None, description="The output is one of these strings.")
     grammar: str | None = Field(None, description="A grammar in llguidance's Lark dialect, or GBNF.")
     json_object: bool | None = Field(None, description="Any JSON object.")
     disable_any_whitespace: bool | None = Field(None, description="JSON without white space between its tokens.")
@@ -61,14 +65,29 @@ class StructuredOutputs(RequestModel):
 RowsFormat = Literal["npy", "dict"]
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+#: Largest amount of a bias.
+MAX_BIAS = 100
+
+
+def _fail_fast(biases: object) -> object:
+    """Finds the first bad entry, where pydantic would describe every one."""
+    if isinstance(biases, dict):
+        for key, value in biases.items():
+            if type(value) not in (int, float) or not -MAX_BIAS <= value <= MAX_BIAS:
+                raise ValueError(f"the bias of {key[:32]!r} must be a number between -{MAX_BIAS} and {MAX_BIAS}")
+    return biases
+
+
 LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    BeforeValidator(_fail_fast),
     Field(description="Vocabulary id, as a decimal string, to what is added to its logit."),
 ]
 Seed = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX, description="Drawn by the router when absent.")]
 #: -1 asks for the whole vocabulary, which the server's limit must allow.
 NumLogprobs = Annotated[int, Field(ge=-1, le=INT32_MAX)]
-Stops = str | list[str]
+Stops = str | ListOf[str]
 
 
 class CommonSamplingFields(RequestModel):
@@ -87,7 +106,7 @@ class CommonSamplingFields(RequestModel):
     repetition_penalty: float | None = Field(None, gt=0, le=2, description="Over prompt and output; 1 is off.")
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = Field(None, description="The only ids that may be sampled.")
-    bad_words: list[str] | None = Field(None, description="Texts that the output must not contain.")
+    bad_words: ListOf[str] | None = Field(None, description="Texts that the output must not contain.")
     stop: Stops | None = Field(None, description="Texts that end the output.")
     stop_token_ids: TokenIds | None = Field(None, description="Ids that end the output.")
     ignore_eos: bool | None = Field(None, description="End-of-sequence ids do not end the output.")
@@ -134,4 +153,4 @@ class GenerateRequest(RequestModel):
 class AbortRequestsRequest(RequestModel):
     """Body of POST /inference/v1/abort_requests."""
 
-    request_ids: list[str] = Field(min_length=1)
+    request_ids: ListOf[str] = Field(min_length=1)

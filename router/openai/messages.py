@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from router.request_schemas import RequestModel
+from router.request_schemas import ListOf, RequestModel
 
 
 class TextPart(RequestModel):
@@ -44,10 +44,10 @@ class Message(RequestModel):
     )
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = Field(
+    content: str | ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = Field(
         None, description="Only an assistant that called tools may have none."
     )
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
 
     @property
     def text(self) -> str:

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from common.errors import InvalidRequestError
 from router.openai.fields import OpenAIRequest, Refused
 from router.openai.messages import Message
-from router.request_schemas import NumLogprobs, RequestModel, SamplingFields, TokenIds
+from router.request_schemas import ListOf, NumLogprobs, RequestModel, SamplingFields, TokenIds
 
 _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[TokenIds, Field(min_length=1)]
@@ -112,7 +112,7 @@ ToolChoice = Annotated[
 ]
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[ListOf[Message], Field(min_length=1)]
 
 
 class FunctionTool(RequestModel):
@@ -134,8 +134,8 @@ class TemplateFields(RequestModel):
     continue_final_message: bool | None = Field(
         None, description="Leave the last message open, so that the output continues it."
     )
-    tools: list[FunctionTool] | None = Field(None, min_length=1, description="Given to the chat template.")
-    documents: list[dict[str, Any]] | None = Field(None, description="Given to the chat template.")
+    tools: ListOf[FunctionTool] | None = Field(None, min_length=1, description="Given to the chat template.")
+    documents: ListOf[dict[str, Any]] | None = Field(None, description="Given to the chat template.")
     reasoning_effort: str | None = Field(None, max_length=64, description="Given to the chat template.")
     chat_template: Refused = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Given to the chat template.")

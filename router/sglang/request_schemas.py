@@ -8,6 +8,7 @@ from common.sampling import INT64_MAX
 from router.request_schemas import (
     INT32_MAX,
     CacheSalt,
+    ListOf,
     LogitBias,
     Penalty,
     RequestModel,
@@ -77,10 +78,10 @@ class SglangGenerateRequest(RequestModel):
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["input_ids"]}, {"required": ["text"]}]})
 
-    input_ids: TokenIds | list[TokenIds] | None = Field(None, description="One prompt, or several.")
-    text: str | list[str] | None = Field(None, description="The same as text; exactly one of the two.")
+    input_ids: TokenIds | ListOf[TokenIds] | None = Field(None, description="One prompt, or several.")
+    text: str | ListOf[str] | None = Field(None, description="The same as text; exactly one of the two.")
     sampling_params: SharedSampling = None
-    rid: str | list[str] | None = Field(
+    rid: str | ListOf[str] | None = Field(
         None, description="Id of the request, or one per prompt; the header X-Request-Id wins over a single one."
     )
     stream: bool | None = None
