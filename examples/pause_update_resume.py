@@ -13,7 +13,7 @@ import aiohttp
 
 BODY = {
     "token_ids": [5, 6, 7, 8, 9],
-    "sampling_params": {"max_tokens": 1000, "temperature": 0, "ignore_eos": True},
+    "sampling_params": {"max_tokens": 400, "temperature": 0, "ignore_eos": True},
     "stream": True,
 }
 
