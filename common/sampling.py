@@ -87,10 +87,11 @@ def finish_after(
 ) -> Finish | None:
     """Whether the `num_generated`-th token (1-based) ends the choice: the one rule that P and D share."""
     if num_generated >= params.min_tokens:
-        if token_id in params.stop_token_ids:
-            return Finish(FinishReason.STOP, token_id)
+        # In vLLM's order: an end-of-sequence id has no stop reason, even if it is a stop id as well.
         if token_id in eos_token_ids and not params.ignore_eos:
             return Finish(FinishReason.STOP)
+        if token_id in params.stop_token_ids:
+            return Finish(FinishReason.STOP, token_id)
     if num_generated >= params.max_tokens:
         return Finish(FinishReason.LENGTH)
     return None

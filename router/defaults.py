@@ -19,7 +19,7 @@ class SamplingDefaults(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=2)
 
 
 def checkpoint_folder(model: str) -> Path:

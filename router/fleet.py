@@ -124,7 +124,7 @@ class Fleet:
 
     def can_serve(self) -> bool:
         """Whether `pick` would find a pair."""
-        return not all(worker.paused for worker in self._usable_decode())
+        return bool(self._awake()[0])
 
     def known_model(self) -> types_pb2.ModelDescription | None:
         """The model that is served, or would be; None before any worker that could be used has answered."""
@@ -148,10 +148,16 @@ class Fleet:
     def _candidates(self) -> tuple[list[Worker], list[Worker]]:
         """Decode workers that may take a choice (at least one), and prefill workers for those that need one."""
         self.require_pair()
-        decode = [worker for worker in self._usable_decode() if not worker.paused]
+        decode, prefill = self._awake()
         if not decode:
             raise UnavailableError("the cluster is paused and takes no requests until it is resumed")
-        return decode, self._usable_prefill()
+        return decode, prefill
+
+    def _awake(self) -> tuple[list[Worker], list[Worker]]:
+        """Usable workers that are not paused; no decode worker that needs a prefill worker if all of those are."""
+        prefill = [worker for worker in self._usable_prefill() if not worker.paused]
+        usable = [worker for worker in self._usable_decode() if not worker.paused]
+        return [worker for worker in usable if prefill or _prefills_itself(worker)], prefill
 
     def _usable_prefill(self) -> list[Worker]:
         return [w for w in self.workers if w.side == "prefill" and w.usable]

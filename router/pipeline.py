@@ -32,7 +32,6 @@ CLOSING_GRACE_S = 0.5
 CAUSE_WAIT_S = 0.5
 
 #: An abort may overtake the request it is for by the time a worker needs to take the request in.
-ABORT_ATTEMPTS = 10
 ABORT_RETRY_S = 0.1
 
 GenerateCall = grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.GenerateEvent]
@@ -117,11 +116,9 @@ class Pipeline:
         await self._tell_decode(prompt, live, message)
 
     async def _tell_decode(self, prompt: LivePrompt, live: LiveRequest, message: worker_pb2.AbortRequest) -> None:
-        for attempt in range(ABORT_ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(ABORT_RETRY_S)
-            if await _abort(prompt.pair.decode, message, self._timeout_s) or prompt.request_id not in live.prompts:
-                break
+        """Until it has heard of the request that is to end, or the request has ended anyway."""
+        while not await _abort(prompt.pair.decode, message, self._timeout_s) and prompt.request_id in live.prompts:
+            await asyncio.sleep(ABORT_RETRY_S)
 
 
 async def _abort(worker: Worker, request: worker_pb2.AbortRequest, timeout_s: float) -> bool:

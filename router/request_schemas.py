@@ -103,7 +103,7 @@ class CommonSamplingFields(RequestModel):
     seed: Seed | None = None
     presence_penalty: Penalty | None = Field(None, description="Once for every id generated before.")
     frequency_penalty: Penalty | None = Field(None, description="For each time an id was generated before.")
-    repetition_penalty: float | None = Field(None, gt=0, le=2, description="Over prompt and output; 1 is off.")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=2, description="Over prompt and output; 1 is off.")
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = Field(None, description="The only ids that may be sampled.")
     bad_words: ListOf[str] | None = Field(None, description="Texts that the output must not contain.")

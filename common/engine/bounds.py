@@ -10,8 +10,9 @@ from common.sampling import SamplingParams
 MAX_LOGIT_BIAS = 100
 MAX_PENALTY = 2
 
-#: As much as the router lets through; what matters is that the product with a logit stays finite.
-MAX_REPETITION_PENALTY = 2
+#: As the router has it. What matters is that a product with a logit stays finite, and that the penalty is not 0 in
+#: fp32: a forbidden id's logit of -inf would become NaN.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 2
 
 #: Whatever the router lets through: each choice has its state and its events, before any of it is computed.
 MAX_CHOICES = 2**16
@@ -58,9 +59,10 @@ def _check_penalties(params: SamplingParams) -> None:
     ):
         if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
             raise InvalidRequestError(f"{name} must be in [-{MAX_PENALTY}, {MAX_PENALTY}], got {penalty}", param=name)
-    if not 0 < params.repetition_penalty <= MAX_REPETITION_PENALTY:
+    if not MIN_REPETITION_PENALTY <= params.repetition_penalty <= MAX_REPETITION_PENALTY:
         raise InvalidRequestError(
-            f"repetition_penalty must be in (0, {MAX_REPETITION_PENALTY}], got {params.repetition_penalty}",
+            f"repetition_penalty must be in [{MIN_REPETITION_PENALTY}, {MAX_REPETITION_PENALTY}], "
+            f"got {params.repetition_penalty}",
             param="repetition_penalty",
         )
     if not all(abs(bias) <= MAX_LOGIT_BIAS for bias in params.logit_bias.values()):

@@ -100,6 +100,8 @@ def sample(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled
             results.append(refusals[row])
         elif best_N[row] == -math.inf:
             results.append(nothing_left(spec.params, spec.banned, spec.matcher))
+        elif not math.isfinite(best_N[row]):
+            results.append(InternalError(f"the shaped logits for position {spec.position} are not finite"))
         else:
             results.append(_choose(shaped_NV[row], greedy_N[row], spec, logprobs_NV.get(row)))
     return results

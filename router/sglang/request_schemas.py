@@ -46,7 +46,7 @@ class SglangSamplingParams(RequestModel):
     sampling_seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=2)
     logit_bias: LogitBias | None = None
     stop: Stops | None = Field(None, description="Texts that end the output.")
     stop_token_ids: TokenIds | None = None

@@ -10,8 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.engine.bounds import MIN_REPETITION_PENALTY, check_sampling
 from common.engine.penalties import asks_for_penalty, penalize_row
-from common.sampling import SamplingParams
+from common.engine.sampler import SampleSpec, sample
+from common.errors import InternalError, InvalidRequestError
+from common.sampling import SampledToken, SamplingParams
 
 F32 = np.float32
 VOCAB = 12
@@ -88,6 +91,21 @@ def test_a_tiny_penalty_leaves_finite_logits() -> None:
     values = penalized([3.0, 0.0, -3.0], SamplingParams(1, repetition_penalty=1e-60), [0, 1, 2], 3)
     assert values[0] == float(np.finfo(F32).max)
     assert values[1:] == [0.0, 0.0]
+
+
+def test_the_smallest_penalty_leaves_forbidden_ids_forbidden() -> None:
+    """0 times -inf would be NaN, and NaN would be sampled."""
+    logits_NV = torch.tensor([[3.0, 2.0, 1.0, -1.0]])
+    for penalty in (MIN_REPETITION_PENALTY, 1e-46):
+        params = SamplingParams(1, temperature=0, repetition_penalty=penalty, allowed_token_ids=frozenset({3}))
+        [result] = sample(logits_NV, [SampleSpec.of(params, frozenset(), token_ids=[0, 1, 3], num_prompt=3)])
+        if penalty == MIN_REPETITION_PENALTY:
+            assert isinstance(result, SampledToken)
+            assert result.token_id == 3
+        else:  # what the bounds keep away still ends only its own row
+            assert isinstance(result, InternalError)
+    with pytest.raises(InvalidRequestError, match="repetition_penalty"):
+        check_sampling(SamplingParams(1, repetition_penalty=1e-46), 4)
 
 
 @pytest.mark.parametrize(

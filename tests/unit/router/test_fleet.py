@@ -13,6 +13,9 @@ from router.worker_state import State, WorkerState
 from tests.fakes.fake_workers import FakeWorker, Script, description
 from tests.unit.router.cluster import Cluster, over, running
 
+#: The fakes do not look at it.
+NO_CONTEXT: Any = None
+
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
 
 UNEQUAL: dict[str, Any] = {
@@ -228,3 +231,16 @@ def test_requests_that_fail_never_make_a_worker_dead() -> None:
     for _ in range(5):
         state.suspect()
     assert state.at(10) is State.SUSPECT
+
+
+async def test_decode_workers_wait_with_their_prefill_workers() -> None:
+    """A decode worker that came up in a pause is not paused, but nobody could compute its prompts."""
+    async with running() as cluster:
+        await cluster.prefill[0].Pause(worker_pb2.PauseRequest(mode=worker_pb2.PAUSE_MODE_KEEP), NO_CONTEXT)
+        await cluster.until_settled()
+        status, answer = await cluster.post(BODY)
+        assert (status, answer["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert (await cluster.get("/ready"))[0] == 503
+        await cluster.prefill[0].Resume(worker_pb2.ResumeRequest(), NO_CONTEXT)
+        await cluster.until_settled()
+        await cluster.canary()
