@@ -67,8 +67,8 @@ class Scheduler:
     and wait, before everybody else, for a seat and blocks of their own. Nothing waits for ever: requests whose choices
     wait were all seated at one time, with as many blocks as each of their choices needs.
 
-    Blocks that hold the beginning of a prompt already are taken from the prefix cache. They only make a request smaller:
-    whoever holds blocks would hold as many without it, and what nobody holds counts as free.
+    Blocks that hold the beginning of a prompt already are taken from the prefix cache. They can only make a request
+    smaller: whoever holds blocks would hold as many without it, and what nobody holds counts as free.
 
     Requests are checked before they come here (`common.engine.admission`): each fits into the empty pool, no two have
     one id.

@@ -110,6 +110,8 @@ class RecordingHandler:
     advanced: dict[RequestId, list[int]] = field(default_factory=dict)
     logprobs: dict[RequestId, list[PromptLogprobs]] = field(default_factory=dict)
     outcomes: dict[RequestId, tuple[SampledToken, ...] | HandoffError] = field(default_factory=dict)
+    #: Prompt tokens that the prefill worker says it had.
+    num_cached: dict[RequestId, int] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_advanced(self, request_id: RequestId, computed: int) -> None:
@@ -118,8 +120,6 @@ class RecordingHandler:
 
     def on_prompt_logprobs(self, request_id: RequestId, entries: PromptLogprobs) -> None:
         assert request_id not in self.outcomes, f"{request_id} has ended"
-        #: Prompt tokens that the prefill worker says it had.
-        self.num_cached: dict[RequestId, int] = {}
         self.logprobs.setdefault(request_id, []).append(entries)
 
     def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int) -> None:

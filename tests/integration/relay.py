@@ -53,6 +53,7 @@ class WorkerPlan:
     credit_bytes: int = 2**20
     max_message_bytes: int = 64 * 2**20
     routing: bool = True
+    prefix_caching: bool = True
 
     def settings(self, cls: type[WorkerSettings]) -> WorkerSettings:
         return cls(model="in memory", max_message_bytes=self.max_message_bytes, handoff_timeout_s=self.timeout_s)
@@ -149,7 +150,15 @@ def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
         max_model_len=kit.max_model_len,
         vocab_size=kit.vocab_size,
     )
-    engine = Engine(runner, store, BlockPool(plan.num_blocks + 1), limits, kit.eos_token_ids, bridge.deliver)
+    engine = Engine(
+        runner,
+        store,
+        BlockPool(plan.num_blocks + 1),
+        limits,
+        kit.eos_token_ids,
+        bridge.deliver,
+        prefix_caching=plan.prefix_caching,
+    )
     bridge.attach(engine)
     weights = kit.weights(runner, engine, routing=plan.routing)
     return WorkerCore(weights, True, store, engine, bridge, kit.grammars()), runner

@@ -35,7 +35,7 @@ def assert_all_solo(answers: list[Answer], solo: SoloRunner, prompt: list[int], 
 async def test_choices_are_solo_runs_of_one_prefill(make_checkpoint: MakeCheckpoint, mode: str, length: int) -> None:
     kit, prompt = checkpoint_kit(make_checkpoint()), prompt_of(length)
     fields = FREE | {"max_tokens": 12, "n": 3}
-    async with running_relay(*plan(kit, mode)) as relay:
+    async with running_relay(*plan(kit, mode, prefix_caching=False)) as relay:
         whole = await relay.client.generate_n(prompt, **fields)
         streamed = await relay.client.generate_n(prompt, stream=True, **fields)
         await relay.assert_baseline()
