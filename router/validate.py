@@ -5,7 +5,7 @@ Sans-I/O. After this, prefill and decode workers never meet a bad request.
 
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from common.config import RouterSettings
@@ -88,6 +88,17 @@ class Planner:
             )
             for index, token_ids in enumerate(ask.prompts)
         ]
+
+    def check_num_prompts(self, sent: Mapping[str, object]) -> None:
+        """For dialects that take lists of prompts; `sent` is the body's JSON object.
+
+        Raises:
+            InvalidRequestError: a list of texts, or of lists, is longer than may be.
+        """
+        for name in ("prompt", "text", "input_ids"):
+            value = sent.get(name)
+            if isinstance(value, list) and isinstance((*value[:1], None)[0], str | list):
+                _check_at_most(name, len(value), self._settings.max_prompts, "prompts")
 
     def check_fan_out(self, num_prompts: int, n: int | None, prompt_param: str) -> None:
         """For dialects that make something of every prompt or choice, a text's ids say, before they can plan.

@@ -5,7 +5,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -82,11 +82,12 @@ class Endpoint:
     def raw(self, name: str, literal: str) -> bytes:
         """A request whose field has a value that only text can spell; `logit_bias.5` is inside an object."""
         outer, _, inner = name.partition(".")
-        body = json.dumps(self.body([5], **{outer: {inner: "@"} if inner else "@"}))
+        sampling: JsonObject = {outer: {inner: "@"} if inner else "@"}
+        body = json.dumps(self.body([5], **sampling))
         assert body.count('"@"') == 1, body
         return body.replace('"@"', literal).encode()
 
-    def read(self, payloads: Sequence[JsonObject]) -> dict[int, Said]:
+    def read(self, payloads: Sequence[Any]) -> dict[int, Said]:
         """From a whole answer, or from all events of a stream: choices by index."""
         found: dict[int, Said] = {}
         for payload in payloads:
@@ -157,7 +158,7 @@ class Chat(Completions):
 
     def _take(self, said: Said, choice: JsonObject) -> None:
         Endpoint._take(self, said, choice)
-        said.show((choice.get("delta") or choice.get("message"))["content"])
+        said.show(choice["delta" if "delta" in choice else "message"]["content"])
 
     def _num_logprobs(self, logprobs: JsonObject | None) -> int:
         return len(logprobs["content"]) if logprobs else 0
@@ -169,13 +170,13 @@ class Sglang(Endpoint):
     prompt_field = "input_ids"
     has_text = True
 
-    SAMPLING = {
+    SAMPLING: ClassVar = {
         "max_tokens": "max_new_tokens",
         "min_tokens": "min_new_tokens",
         "seed": "sampling_seed",
         "include_stop_str_in_output": "no_stop_trim",
     }
-    TOP_LEVEL = {"logprobs": "top_logprobs_num", "routed_experts_prompt_start": "routed_experts_start_len"}
+    TOP_LEVEL: ClassVar = {"logprobs": "top_logprobs_num", "routed_experts_prompt_start": "routed_experts_start_len"}
 
     def body(
         self,
@@ -196,7 +197,7 @@ class Sglang(Endpoint):
     def spelled(self, name: str) -> str:
         return (self.SAMPLING | self.TOP_LEVEL | {"request_id": "rid"}).get(name, name)
 
-    def read(self, payloads: Sequence[JsonObject]) -> dict[int, Said]:
+    def read(self, payloads: Sequence[Any]) -> dict[int, Said]:
         found: dict[int, Said] = {}
         for output in self._outputs(payloads):
             said, meta = found.setdefault(output.get("index", 0), Said()), output["meta_info"]
@@ -212,7 +213,7 @@ class Sglang(Endpoint):
                 said.row_parts.append(flat.reshape(-1, 2, 2))
         return found
 
-    def _outputs(self, payloads: Sequence[JsonObject]) -> Iterator[JsonObject]:
+    def _outputs(self, payloads: Sequence[JsonObject | list[JsonObject]]) -> Iterator[JsonObject]:
         for payload in payloads:
             if isinstance(payload, list):
                 yield from ({"index": at} | each for at, each in enumerate(payload))

@@ -63,7 +63,11 @@ NO_MESSAGES: list[Any] = [
     [{"role": 5, "content": "a"}],
     [{"content": "a"}],
     [{"role": "user"}],
-    *([{"role": "user", "content": content}] for content in (None, 5, [5], {}, [{"type": "image_url"}])),
+    [{"role": "user", "content": None}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [5]}],
+    [{"role": "user", "content": {}}],
+    [{"role": "user", "content": [{"type": "image_url"}]}],
     [{"role": "assistant", "content": None}],
 ]
 """Messages that no template can render."""

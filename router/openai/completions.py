@@ -29,8 +29,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Text or token ids in; text, and if asked for ids and experts, out."""
     settings, tokenizer = request.app[SETTINGS], request.app[TEXT].tokenizer
     with request.app[METRICS].request("completions") as clock:
-        body = await read_body(request, CompletionRequest, request.app[UNKNOWN_FIELDS])
-        request.app[PLANNER].check_fan_out(len(body.texts or body.ids), body.n, "prompt")
+        planner = request.app[PLANNER]
+        body = await read_body(request, CompletionRequest, request.app[UNKNOWN_FIELDS], planner.check_num_prompts)
+        planner.check_fan_out(len(body.texts or body.ids), body.n, "prompt")
         prompts = await _token_ids(body, tokenizer)
         ask = Ask(
             prompts,

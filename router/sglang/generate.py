@@ -34,7 +34,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """Text or tokens in, both out, and their experts if asked for."""
     app = request.app
     with app[METRICS].request("sglang_generate") as clock:
-        body = await read_body(request, SglangGenerateRequest, app[UNKNOWN_FIELDS])
+        body = await read_body(request, SglangGenerateRequest, app[UNKNOWN_FIELDS], app[PLANNER].check_num_prompts)
         sampling, tokenizer = body.sampling_params or SglangSamplingParams(), app[TEXT].tokenizer
         with sglang_names(sampling):
             app[PLANNER].check_fan_out(count_prompts(body), sampling.n, "input_ids" if body.text is None else "text")

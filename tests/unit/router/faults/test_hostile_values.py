@@ -1,8 +1,9 @@
-"""Wrong values on every endpoint, streamed and not: a 400 that names the field as the endpoint does, and no worker asked.
+"""Wrong values on every endpoint, streamed and not: a 400 that names the field as the endpoint does; no worker asked.
 
 Numbers in docstrings refer to public reports of the same fault.
 """
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,13 +13,15 @@ from tests.endpoints import CHAT, COMPLETIONS, ENDPOINTS, GENERATE, SGLANG, SKYR
 from tests.hostile import HOSTILE, HOSTILE_OF, HUGE, NO_MESSAGES, NO_NUMBERS, NO_PROMPTS, NUMBERS
 from tests.unit.router.cluster import Cluster, running, strict_json
 
+GENERATE_ABORT = "/inference/v1/abort_requests"
+
 each_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS, ids=repr)
 with_ids = pytest.mark.parametrize("endpoint", [GENERATE, SKYRL, COMPLETIONS, SGLANG], ids=repr)
 
 
 async def refused(cluster: Cluster, path: str, body: Any, param: str | None = None) -> str:
-    """Returns the message. `body` as JSON value or as bytes."""
-    sent = {"data": body} if isinstance(body, bytes) else {"json": body}
+    """Returns the message. `body` as JSON value, or as bytes."""
+    sent = {"data": body} if isinstance(body, bytes | io.BytesIO) else {"json": body}
     async with cluster.http.post(path, **sent) as response:
         answer = strict_json(await response.text())
         assert (response.status, response.content_type) == (400, "application/json"), (body, answer)
@@ -68,7 +71,7 @@ async def test_what_is_no_number(endpoint: Endpoint, literal: str, model: str) -
 @each_endpoint
 @pytest.mark.parametrize("literal", HUGE, ids=lambda literal: literal[:24])
 async def test_integers_beyond_64_bits(endpoint: Endpoint, literal: str, model: str) -> None:
-    """vllm#57018: neither JSON, nor protobuf, nor NumPy overflows; only a limit on tokens may be as large as one likes."""
+    """vllm#57018: neither JSON, nor protobuf, nor NumPy overflows."""
     async with running(model=model) as cluster:
         for name in ("seed", "n", "top_k", "temperature", "stop_token_ids", "routed_experts_prompt_start"):
             value = f"[{literal}]" if name == "stop_token_ids" else literal
@@ -159,8 +162,8 @@ async def test_what_is_no_text(prompt: Any, model: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        *(("/inference/v1/abort_requests", {"request_ids": ids}, "request_ids") for ids in ([], "a", None, [5], [None])),
-        ("/inference/v1/abort_requests", {}, "request_ids"),
+        *((GENERATE_ABORT, {"request_ids": ids}, "request_ids") for ids in ([], "a", None, [5], [None])),
+        (GENERATE_ABORT, {}, "request_ids"),
         *(("/abort_request", {"rid": rid}, "rid") for rid in (None, "", 5, ["a"])),
         ("/abort_request", {}, "rid"),
         ("/abort_request", {"abort_all": 1}, "abort_all"),
@@ -175,7 +178,7 @@ async def test_aborts(path: str, body: dict[str, Any], param: str) -> None:
 
 @each_endpoint
 async def test_no_tokens_at_all(endpoint: Endpoint, model: str) -> None:
-    """vllm#6521, #10432, #9336, verl-tool#86: 0 is refused, but on completions with echo, where it means the prompt only."""
+    """vllm#6521, #10432, #9336, verl-tool#86: 0 is refused, but on completions with echo: the prompt only."""
     async with running(model=model) as cluster:
         body = endpoint.body([5], max_tokens=0)
         await refused_both_ways(cluster, endpoint, body, endpoint.spelled("max_tokens"))
@@ -208,6 +211,16 @@ async def test_limits_that_no_context_has_are_clamped(endpoint: Endpoint, model:
 @each_endpoint
 async def test_bodies_that_are_no_objects(endpoint: Endpoint, model: str) -> None:
     async with running(model=model) as cluster:
-        for body in (b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b'{"a": "\xff"}', b"[" * 200_000, b'{"a":' * 90_000):
+        for body in (
+            b"",
+            b"{",
+            b"null",
+            b"[]",
+            b'"x"',
+            b"\xff\xfe",
+            b'{"a": "\xff"}',
+            b"[" * 200_000,
+            b'{"a":' * 90_000,
+        ):
             await refused(cluster, endpoint.path, body)
         await cluster.canary()

@@ -4,6 +4,7 @@ Numbers in docstrings refer to public reports of the same fault.
 """
 
 import gc
+import io
 import json
 import resource
 import time
@@ -18,11 +19,19 @@ from tests.unit.router.cluster import Cluster, running
 from tests.unit.router.faults.test_hostile_values import each_endpoint, refused, with_ids
 from tests.unit.router.openai.vocabulary import content_for
 
-#: A refusal takes this long at most, the way there and back included.
+#: A refusal takes this much of a processor at most, the client's part included.
 REFUSAL_S = 0.2
 
 #: What a refusal may add to the largest size that the process ever had: the body itself, as bytes and as objects.
 GROWTH_BYTES = 64 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def _only_new_garbage() -> Iterator[None]:
+    """What the tests' process holds, and a router's does not, is not looked through again and again."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @contextmanager
@@ -33,19 +42,25 @@ def nothing_is_made() -> Iterator[None]:
 
 
 async def refused_at_once(cluster: Cluster, path: str, body: dict[str, Any], param: str) -> str:
-    """Both ways; the best of three, because others use this machine too."""
-    messages, seconds = set(), []
+    """Both ways. Processor time is counted, because others use this machine too; the best of three."""
+    messages = set()
     for stream in (False, True):
         sent = json.dumps(body | {"stream": stream}).encode()
-        for _ in range(3):
-            gc.collect()
-            began = time.perf_counter()
-            messages.add(await refused(cluster, path, sent, param))
-            seconds.append(time.perf_counter() - began)
-    assert min(seconds) < REFUSAL_S, seconds
+        seconds: list[float] = []
+        while min(seconds, default=REFUSAL_S) >= REFUSAL_S:
+            assert len(seconds) < 3, seconds
+            began = time.process_time()
+            messages.add(await refused(cluster, path, io.BytesIO(sent), param))
+            seconds.append(time.process_time() - began)
     (message,) = messages
     assert not any(worker.decode_requests for worker in cluster.decode)
     return message
+
+
+def asking(endpoint: Endpoint, name: str, value: Any, **others: Any) -> dict[str, Any]:
+    """A request with one field by its name."""
+    sampling: dict[str, Any] = {name: value} | others
+    return endpoint.body([5], **sampling)
 
 
 @each_endpoint
@@ -122,7 +137,7 @@ async def test_lists(endpoint: Endpoint, lists: dict[str, Any], model: str) -> N
     async with running(model=model) as cluster:
         with nothing_is_made():
             for name, value in lists.items():
-                await refused_at_once(cluster, endpoint.path, endpoint.body([5], **{name: value}), name)
+                await refused_at_once(cluster, endpoint.path, asking(endpoint, name, value), name)
         await cluster.canary()
 
 
@@ -133,7 +148,7 @@ async def test_lists_of_some_endpoints(endpoint: Endpoint, model: str) -> None:
         with nothing_is_made():
             for name, values in bodies.items():
                 for value in values:
-                    await refused_at_once(cluster, endpoint.path, endpoint.body([5], **{name: value}), name)
+                    await refused_at_once(cluster, endpoint.path, asking(endpoint, name, value), name)
         await cluster.canary()
 
 
@@ -161,13 +176,13 @@ async def test_logprobs_of_the_whole_vocabulary(endpoint: Endpoint, model: str) 
     async with running(model=model) as cluster:
         for name in names:
             for value in (-1, 300, 10**9, 2**31 - 1):
-                body = endpoint.body([5], max_tokens=1, **{name: value})
+                body = asking(endpoint, name, value, max_tokens=1)
                 status, answer = await cluster.post(body, endpoint.path)
                 assert (status, answer["error"]["param"]) == (400, endpoint.spelled(name)), answer
         await cluster.canary()
     async with running(model=model, max_logprobs=300) as cluster:
         for name in names:
-            body = endpoint.body([5], max_tokens=1, **{name: -1})
+            body = asking(endpoint, name, -1, max_tokens=1)
             status, answer = await cluster.post(body, endpoint.path)
             assert status == 200, answer
             assert getattr(cluster.decode[0].decode_requests[-1].sampling, name) == 300

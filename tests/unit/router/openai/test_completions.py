@@ -148,7 +148,7 @@ async def test_one_token_is_one_token(model: str) -> None:
         ({"stop": ["xyz", "END"], "include_stop_str_in_output": True}, "héEND", 5, "stop", "END"),
         ({"stop": "h"}, "", 1, "stop", "h"),
         ({"stop": "ENT", "max_tokens": 9}, "héEND!ENx?", 9, "length", None),
-        ({"stop_token_ids": [135]}, "héEND!", 6, "stop", 135),
+        ({"stop_token_ids": [135]}, "héEND", 6, "stop", 135),
         ({"max_tokens": 2}, "h\N{REPLACEMENT CHARACTER}", 2, "length", None),
         ({"max_tokens": 7, "stop": "ENT"}, "héEND!EN", 7, "length", None),
     ],
