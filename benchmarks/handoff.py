@@ -155,7 +155,7 @@ class _Ends:
     def on_prompt_logprobs(self, request_id: RequestId, entries: PromptLogprobs) -> None:
         """Nobody asks for them."""
 
-    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken]) -> None:
+    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int) -> None:
         self._ended.set()
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:

@@ -81,7 +81,7 @@ def token_to_pb(token: SampledToken) -> pb.SampledToken:
         token_id=token.token_id,
         logprob=own,
         top=[_logprob_to_pb(t) for t in token.top],
-        mask=token.mask,
+        mask=token.mask or b"",
         weight_version=token.weight_version,
     )
 
@@ -90,7 +90,7 @@ def token_from_pb(message: pb.SampledToken) -> SampledToken:
     own = _logprob_from_pb(message.logprob) if message.HasField("logprob") else None
     top = tuple(_logprob_from_pb(t) for t in message.top)
     # The sampled id itself always survives, so that an empty mask means: not asked for.
-    return SampledToken(message.token_id, own, top, tuple(message.mask) or None, message.weight_version)
+    return SampledToken(message.token_id, own, top, message.mask or None, message.weight_version)
 
 
 def _logprob_to_pb(value: TokenLogprob) -> pb.TokenLogprob:

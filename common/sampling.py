@@ -56,13 +56,14 @@ class TokenLogprob:
 class SampledToken:
     """One generated token; `logprob` is None and `top` empty when the request asked for no logprobs.
 
-    `mask`: the ids that survived top-k, top-p and min-p, ascending; None unless the request asked for them.
+    `mask`: the ids that survived top-k, top-p and min-p, ascending, as `common.id_mask` packs them; None unless the
+    request asked for them.
     """
 
     token_id: int
     logprob: TokenLogprob | None = None
     top: tuple[TokenLogprob, ...] = ()
-    mask: tuple[int, ...] | None = None
+    mask: bytes | None = None
     #: Label of the weights whose forward pass the token was sampled from.
     weight_version: str = ""
 

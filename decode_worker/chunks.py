@@ -13,8 +13,8 @@ from decode_worker.outbox import Batch
 #: responsive.
 MAX_MESSAGE_BYTES = 2**20
 
-#: Upper bounds of what protobuf makes of a token without its lists, of one log probability, and of an id in a mask.
-TOKEN_BYTES, LOGPROB_BYTES, MASKED_ID_BYTES = 32, 24, 5
+#: Upper bounds of what protobuf makes of a token without its lists and mask, and of one log probability.
+TOKEN_BYTES, LOGPROB_BYTES = 32, 24
 
 
 class Chunker:
@@ -80,7 +80,7 @@ def token_bytes(token: SampledToken) -> int:
     """Upper bound of what a token takes in a message."""
     num_logprobs = len(token.top) + (token.logprob is not None)
     version = len(token.weight_version.encode())
-    return TOKEN_BYTES + version + LOGPROB_BYTES * num_logprobs + MASKED_ID_BYTES * len(token.mask or ())
+    return TOKEN_BYTES + version + LOGPROB_BYTES * num_logprobs + len(token.mask or b"")
 
 
 def _num_bytes(batch: Batch, rows_TLK: RoutingArray | None, logprobs: PromptLogprobs | None) -> int:

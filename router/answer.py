@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.config import RouterSettings
+from common.id_mask import unpack_ids
 from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken, TokenLogprob
 from router.choice import VersionSpans
@@ -126,7 +127,7 @@ def rows_of(piece: Piece, form: RowsForm) -> str | RoutedExperts | None:
 
 def masks_of(tokens: Sequence[SampledToken]) -> list[list[int]] | None:
     """Null when the request asked for none, and for an event without tokens."""
-    masks = [list(token.mask) for token in tokens if token.mask is not None]
+    masks = [unpack_ids(token.mask) for token in tokens if token.mask is not None]
     return masks or None
 
 

@@ -260,5 +260,5 @@ def token_bytes(token: SampledToken, text: str) -> int:
 
     A uint32 takes at most 10 characters and a float 24; the rest is keys, brackets and commas.
     """
-    size = 13 + MAX_JSON_BYTES_PER_CHARACTER * len(text) + 11 * len(token.mask or ())
+    size = 13 + MAX_JSON_BYTES_PER_CHARACTER * len(text) + 11 * len(token.mask or b"") // 4
     return size if token.logprob is None else size + 128 + 96 * (1 + len(token.top))

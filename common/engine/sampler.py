@@ -16,6 +16,7 @@ from common.engine.grammar import GrammarMatcher
 from common.engine.masks import asks_for_mask, mask_row, nothing_left
 from common.engine.penalties import asks_for_penalty, penalize_row
 from common.errors import InternalError, InvalidRequestError, MoerelayError
+from common.id_mask import ID, pack_ids
 from common.model.scores import LogitsRow, best_first
 from common.sampling import SampledToken, SamplingParams, TokenLogprob
 
@@ -141,20 +142,18 @@ def _choose(shaped_V: torch.Tensor, greedy: int, spec: SampleSpec, logprobs_V: L
     params = spec.params
     wants_processed = params.logprobs is not None and params.processed_logprobs
     if params.temperature == 0 and not wants_processed:
-        return _describe(greedy, spec, logprobs_V, (greedy,))
+        return _describe(greedy, spec, logprobs_V, pack_ids((greedy,)))
     distribution = Distribution.of(shaped_V.cpu().numpy(), params)
     if wants_processed:
         logprobs_V = distribution.logprobs()
     if params.temperature == 0:
-        return _describe(greedy, spec, logprobs_V, (greedy,))
+        return _describe(greedy, spec, logprobs_V, pack_ids((greedy,)))
     token_id = distribution.draw(uniform(params.seed, spec.choice, spec.position))
-    survivors = tuple(distribution.survivors().tolist()) if params.sampling_mask else ()
+    survivors = distribution.survivors().astype(ID).tobytes() if params.sampling_mask else b""
     return _describe(token_id, spec, logprobs_V, survivors)
 
 
-def _describe(
-    token_id: int, spec: SampleSpec, logprobs_V: LogitsRow | None, survivors: tuple[int, ...]
-) -> SampledToken:
+def _describe(token_id: int, spec: SampleSpec, logprobs_V: LogitsRow | None, survivors: bytes) -> SampledToken:
     mask = survivors if spec.params.sampling_mask else None
     if logprobs_V is None:
         return SampledToken(token_id, mask=mask, weight_version=spec.weight_version)

@@ -291,6 +291,10 @@ class SampledToken(_message.Message):
     MASK_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
+    mask: _builtins.bytes
+    """Ids that survived top-k, top-p and min-p, ascending, this one included, 4 bytes each, little-endian; only if the
+    request asked for them.
+    """
     weight_version: _builtins.str
     """Label of the weights whose forward pass it was sampled from."""
     @_builtins.property
@@ -301,17 +305,13 @@ class SampledToken(_message.Message):
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """The most likely alternatives, best first."""
 
-    @_builtins.property
-    def mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids that survived top-k, top-p and min-p, ascending, this one included; only if the request asked for it."""
-
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         logprob: Global___TokenLogprob | None = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
-        mask: _abc.Iterable[_builtins.int] | None = ...,
+        mask: _builtins.bytes = ...,
         weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob"]  # noqa: Y015

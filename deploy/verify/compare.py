@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from common.engine.solo import SoloResult
+from common.id_mask import unpack_ids
 from common.routing.record import RoutingArray
 from deploy.client import Json, join_rows
 from deploy.verify.answer import Answer, ChoiceAnswer
@@ -45,7 +46,7 @@ def _choice(case: Case, choice: ChoiceAnswer, solo: SoloResult) -> Iterator[Diff
     yield from _values("stop_reason", choice.stop_reason, solo.finish.stop_reason)
     logprobs = None if case.sampling.logprobs is None else expected(solo.tokens)
     yield from _values("logprobs", _if_any(choice.logprobs, told), logprobs)
-    masks = [list(token.mask) for token in solo.tokens if token.mask is not None]
+    masks = [unpack_ids(token.mask) for token in solo.tokens if token.mask is not None]
     yield from _values("sampling_mask", choice.masks, masks or None)
     yield from _values("weight_versions", choice.weight_versions, weight_versions(solo))
     own_TLK = None if solo.rows_TLK is None else solo.rows_TLK[case.routing_start - case.rows_from :]

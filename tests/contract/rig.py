@@ -28,6 +28,7 @@ from common.handoff.messages import (
 )
 from common.handoff.receiver import HandoffReceiver
 from common.handoff.sender import HandoffSender
+from common.id_mask import pack_ids
 from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore, slots_of
 from common.prompt_logprobs import PromptLogprobs
@@ -53,7 +54,7 @@ FIRST_TOKENS = (
         17,
         TokenLogprob(17, -0.1234567761182785, 1),
         (TokenLogprob(17, -0.1234567761182785, 1), TokenLogprob(3, -2.5, 2)),
-        mask=(3, 17),
+        mask=pack_ids((3, 17)),
         weight_version="v1",
     ),
     SampledToken(4),

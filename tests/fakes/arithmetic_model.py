@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from common.engine.solo import SoloResult
+from common.id_mask import pack_ids
 from common.prompt_logprobs import ENTRY, PromptLogprobs
 from common.routing.codec import numpy2base64
 from common.routing.record import RoutingArray
@@ -106,7 +107,7 @@ class ArithmeticOracle:
             SampledToken(
                 i,
                 None if reply.logprobs is None else TokenLogprob(i, reply.logprobs[at], 1),
-                mask=(i, VOCAB + at) if s.sampling_mask else None,
+                mask=pack_ids((i, VOCAB + at)) if s.sampling_mask else None,
                 weight_version=WEIGHT_VERSION,
             )
             for at, i in enumerate(reply.token_ids)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import DuplicateRequestError, MoerelayError
+from common.id_mask import pack_ids
 from common.messages import sampling_from_pb
 from common.pb import (
     decode_pb2,
@@ -342,7 +343,7 @@ def _message(
 
 def _token(token: int, request: decode_pb2.GenerateRequest, script: Script) -> types_pb2.SampledToken:
     version = script.model.weight_version
-    mask = [token] if request.sampling.sampling_mask else []
+    mask = pack_ids([token]) if request.sampling.sampling_mask else b""
     if not request.sampling.HasField("logprobs"):
         return types_pb2.SampledToken(token_id=token, mask=mask, weight_version=version)
     own = types_pb2.TokenLogprob(token_id=token, logprob=script.logprob, rank=2)

@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from common.engine.grammar import GrammarCompiler
 from common.engine.sampler import SampleSpec, sample
 from common.errors import InvalidRequestError
+from common.id_mask import pack_ids
 from common.model.tokenizer_training import train_tokenizer
 from common.sampling import SampledToken, SamplingParams
 
@@ -65,7 +66,7 @@ def log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def test_the_mask_lists_what_survived(params: SamplingParams, survivors: tuple[int, ...]) -> None:
     logits = log_of(0.19, 0.3, 0.11, 0.4)
     token = draw(logits, replace(params, sampling_mask=True))
-    assert token.mask == survivors
+    assert token.mask == pack_ids(survivors)
     assert token.token_id in survivors
     assert draw(logits, params).mask is None
 

@@ -18,6 +18,7 @@ from common.handoff.frames import (
     encode,
 )
 from common.handoff.messages import Chunk, Close, Done, Generation, TransferId
+from common.id_mask import pack_ids
 from common.sampling import SampledToken, TokenLogprob
 from tests.unit.handoff.test_messages import FROM_DECODE, FROM_PREFILL
 
@@ -147,7 +148,7 @@ def test_the_logprobs_of_a_whole_large_vocabulary_fit() -> None:
 
 
 def test_the_sampling_masks_of_sixteen_choices_of_a_large_vocabulary_fit() -> None:
-    token = SampledToken(1, mask=tuple(range(152_000)))
+    token = SampledToken(1, mask=pack_ids(range(152_000)))
     close = Close(
         transfer_id=TransferId(1), generation=Generation(2), num_chunks=1, num_computed=1, first_tokens=(token,) * 16
     )

@@ -101,7 +101,11 @@ FROM_PREFILL: list[tuple[PrefillMessage, bytes]] = [
             num_computed=300,
             first_tokens=(
                 SampledToken(
-                    5, TokenLogprob(5, -0.5, 1), (TokenLogprob(5, -0.5, 1), TokenLogprob(300, -2.0, 2)), (5, 300), "v"
+                    5,
+                    TokenLogprob(5, -0.5, 1),
+                    (TokenLogprob(5, -0.5, 1), TokenLogprob(300, -2.0, 2)),
+                    b"\5\0\0\0\x2c\1\0\0",
+                    "v",
                 ),
                 SampledToken(6),
             ),
@@ -112,7 +116,7 @@ FROM_PREFILL: list[tuple[PrefillMessage, bytes]] = [
         b"\xa7logprob\x83\xa8token_id\x05\xa7logprob\xcb\xbf\xe0\x00\x00\x00\x00\x00\x00\xa4rank\x01"
         b"\xa3top\x92\x83\xa8token_id\x05\xa7logprob\xcb\xbf\xe0\x00\x00\x00\x00\x00\x00\xa4rank\x01"
         b"\x83\xa8token_id\xcd\x01\x2c\xa7logprob\xcb\xc0\x00\x00\x00\x00\x00\x00\x00\xa4rank\x02"
-        b"\xa4mask\x92\x05\xcd\x01\x2c\xaeweight_version\xa1v"
+        b"\xa4mask\xc4\x08\x05\x00\x00\x00\x2c\x01\x00\x00\xaeweight_version\xa1v"
         b"\x85\xa8token_id\x06\xa7logprob\xc0\xa3top\x90\xa4mask\xc0\xaeweight_version\xa0",
     ),
     (

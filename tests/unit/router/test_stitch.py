@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.id_mask import unpack_ids
 from common.errors import RoutingMissingError
 from common.routing.codec import numpy2base64
 from common.routing.record import RoutingLayout
@@ -106,13 +107,14 @@ def test_bound_of_a_tokens_size() -> None:
         logprobs = [{"token_id": t.token_id, "logprob": t.logprob, "rank": t.rank} for t in token.top]
         own = token.logprob and {"token_id": token.token_id, "logprob": token.logprob.logprob, "rank": 2**32 - 1}
         entry = [json.dumps({**own, "top_logprobs": [own, *logprobs]}, separators=(",", ":"))] if own else []
-        parts = [f"{token.token_id},", *(f"{i}," for i in token.mask or ()), json.dumps(text)[1:-1], *entry]
+        mask = [f"{i}," for i in unpack_ids(token.mask or b"")]
+        parts = [f"{token.token_id},", *mask, json.dumps(text)[1:-1], *entry]
         return sum(map(len, parts)) + 2
 
     for text in ("", "plain", "한👩‍👩‍👧\n\x00"):
         assert json_bytes(token, text) <= token_bytes(token, text)
-        assert json_bytes(SampledToken(2**32 - 1, mask=(2**32 - 1,) * 9), text) <= token_bytes(
-            SampledToken(2**32 - 1, mask=(2**32 - 1,) * 9), text
+        assert json_bytes(SampledToken(2**32 - 1, mask=b"\xff" * 36), text) <= token_bytes(
+            SampledToken(2**32 - 1, mask=b"\xff" * 36), text
         )
 
 

@@ -86,7 +86,7 @@ def test_an_end_without_tokens_is_told_after_all_rows() -> None:
 def large_token(num_masked: int, num_top: int) -> SampledToken:
     """The largest ids, and a label of some length."""
     logprob = TokenLogprob(2**32 - 1, -1.5, 2**32 - 1)
-    return SampledToken(2**32 - 1, logprob, (logprob,) * num_top, (2**32 - 1,) * num_masked or None, "step-12345")
+    return SampledToken(2**32 - 1, logprob, (logprob,) * num_top, b"\xff" * 4 * num_masked or None, "step-12345")
 
 
 @pytest.mark.parametrize(("num_masked", "num_top"), [(0, 0), (0, 20), (2_000, 0), (2_000, 20)])
