@@ -6,6 +6,7 @@ Sans-I/O. After this, prefill and decode workers never meet a bad request.
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from common.config import RouterSettings
@@ -72,22 +73,23 @@ class Planner:
         self._check_counts(ask)
         for token_ids in ask.prompts:
             _check_prompt(token_ids, ask.prompt_param, limits)
-        seed = INT64_MIN + secrets.randbits(64) if ask.sampling.seed is None else ask.sampling.seed
-        nonce = secrets.token_hex(4)
-        return [
+        common, text, nonce = self._common_sampling(ask, limits), self._text(ask), secrets.token_hex(4)
+        plans = [
             Plan(
                 index=index,
                 request_id=f"{request_id}-{index}-{nonce}",
                 token_ids=token_ids,
-                sampling=self._sampling(ask, len(token_ids), seed, limits),
+                sampling=_fitted(common, ask, len(token_ids), limits),
                 routing_start=self._routing_start(ask.sampling, len(token_ids)),
-                text=self._text(ask),
+                text=text,
                 priority=ask.priority,
                 prompt_only=ask.prompt_only,
                 cache_salt=ask.cache_salt,
             )
             for index, token_ids in enumerate(ask.prompts)
         ]
+        self._check_masks(plans, limits)
+        return plans
 
     def check_num_prompts(self, sent: Mapping[str, object]) -> None:
         """For dialects that take lists of prompts; `sent` is the body's JSON object.
@@ -142,24 +144,31 @@ class Planner:
         wanted = self._settings.enable_return_routed_experts and fields.return_routed_experts is not False
         return start if wanted else None
 
-    def _sampling(self, ask: Ask, prompt_len: int, seed: int, limits: ModelLimits) -> SamplingParams:
+    def _check_masks(self, plans: Sequence[Plan], limits: ModelLimits) -> None:
+        """Sampling masks may hold the whole vocabulary for every token, and are kept until they are sent."""
+        if not plans[0].sampling.sampling_mask:
+            return
+        most = sum((p.sampling.top_k or limits.vocab_size) * p.sampling.max_tokens * p.sampling.n for p in plans)
+        if most > self._settings.max_mask_ids:
+            raise InvalidRequestError(
+                f"return_sampling_mask: the masks may have {most} ids together, at most {self._settings.max_mask_ids} "
+                "are allowed; lower top_k, max_tokens or n",
+                param="return_sampling_mask",
+            )
+
+    def _common_sampling(self, ask: Ask, limits: ModelLimits) -> SamplingParams:
+        """What is the same for all prompts; `_fitted` fills in the rest."""
         fields = ask.sampling
-        room = limits.max_model_len - prompt_len
-        max_tokens = 1 if ask.prompt_only else min(room, fields.max_tokens or room)
-        min_tokens = min(_min_tokens(fields), max_tokens)
         stop_token_ids = frozenset(_known_ids(fields.stop_token_ids, limits, "stop_token_ids"))
         allowed = frozenset(_known_ids(fields.allowed_token_ids, limits, "allowed_token_ids"))
-        _check_reachable(min_tokens, stop_token_ids, allowed, limits)
         top_k = _or(fields.top_k, self._defaults.top_k)
         return SamplingParams(
             n=fields.n or 1,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
+            max_tokens=1,
             temperature=_or(fields.temperature, self._defaults.temperature),
             top_p=_or(fields.top_p, self._defaults.top_p),
             top_k=0 if top_k == -1 else min(top_k, limits.vocab_size),
             min_p=_or(fields.min_p, self._defaults.min_p),
-            seed=seed,
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(fields.ignore_eos),
             logprobs=self._num_logprobs("logprobs", fields.logprobs, limits),
@@ -216,6 +225,16 @@ class Planner:
             skip_special_tokens=fields.skip_special_tokens is not False,
             min_tokens=fields.min_tokens or 0,
         )
+
+
+def _fitted(common: SamplingParams, ask: Ask, prompt_len: int, limits: ModelLimits) -> SamplingParams:
+    """What depends on the prompt. A seed that the client left out is drawn for each: equal prompts must differ."""
+    room = limits.max_model_len - prompt_len
+    max_tokens = 1 if ask.prompt_only else min(room, ask.sampling.max_tokens or room)
+    min_tokens = min(_min_tokens(ask.sampling), max_tokens)
+    _check_reachable(min_tokens, common.stop_token_ids, common.allowed_token_ids, limits)
+    seed = INT64_MIN + secrets.randbits(64) if ask.sampling.seed is None else ask.sampling.seed
+    return replace(common, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
 
 
 def _or(value: ValueT | None, default: ValueT) -> ValueT:

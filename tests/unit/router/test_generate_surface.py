@@ -131,6 +131,28 @@ async def test_sampling_mask() -> None:
     assert answer["choices"][0]["sampling_mask"] == [[5], [12], [19]]
 
 
+async def test_masks_of_a_request_are_bounded_together() -> None:
+    async with running(max_mask_ids=60) as cluster:
+        await cluster.generate(PROMPT, max_tokens=3, n=2, top_k=10, return_sampling_mask=True)
+        for sampling in ({"max_tokens": 3, "n": 2, "top_k": 11}, {"max_tokens": 1}):  # 66 ids, and 300
+            status, answer = await cluster.post(
+                {"token_ids": PROMPT, "sampling_params": sampling | {"return_sampling_mask": True}}
+            )
+            assert (status, answer["error"]["param"]) == (400, "return_sampling_mask")
+            assert "60" in answer["error"]["message"]
+
+
+async def test_equal_prompts_of_one_request_are_sampled_apart() -> None:
+    """Without a seed each prompt has its own; with one they share it, so that each can be repeated alone."""
+    body = {"prompt": [PROMPT, PROMPT], "max_tokens": 1}
+    async with running() as cluster:
+        assert (await cluster.post(body, "/v1/completions"))[0] == 200
+        assert (await cluster.post(body | {"seed": 5}, "/v1/completions"))[0] == 200
+        first, second, *seeded = (request.sampling.seed for request in cluster.decode[0].decode_requests)
+    assert first != second
+    assert seeded == [5, 5]
+
+
 @pytest.mark.parametrize("num_experts", [8, 257])
 @pytest.mark.parametrize("by_server", [True, False])
 async def test_rows_as_an_object(num_experts: int, by_server: bool) -> None:
