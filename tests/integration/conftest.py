@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from common.model.synthesize import synthesize
+from tests.integration.relay import ADMIN_KEY
 
 #: 2 layers, 8 experts, top-2, 300 ids, context 128, end of sequence 2: the model of the end-to-end tests.
 TINY: dict[str, object] = {
@@ -40,3 +42,10 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[name]
 
     return make
+
+
+@pytest.fixture
+def admin(tmp_path: Path) -> dict[str, Any]:
+    """Settings that serve the control routes."""
+    (tmp_path / "keys").write_text(ADMIN_KEY)
+    return {"admin_on_public_port": True, "admin_key_file": tmp_path / "keys"}

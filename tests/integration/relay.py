@@ -36,6 +36,9 @@ from tests.integration.kit import Kit
 from tests.integration.valve import Valve, ValvedConnector
 from tests.unit.router.cluster import router_over
 
+#: Opens the control routes in tests that serve them.
+ADMIN_KEY = "admin-key"
+
 #: Everything is let go this soon after the last request ended.
 BASELINE_S = 5.0
 

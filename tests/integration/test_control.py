@@ -18,21 +18,13 @@ from tests.e2e.cluster import Answer, JsonObject, request_body, until
 from tests.e2e.oracle import assert_equals_solo
 from tests.integration.held_runner import HeldRunner, held
 from tests.integration.kit import Kit, checkpoint_kit
-from tests.integration.relay import Relay, WorkerEnd, WorkerPlan, running_relay
+from tests.integration.relay import ADMIN_KEY, Relay, WorkerEnd, WorkerPlan, running_relay
 from tests.integration.test_exact import MODES, prompt_of
 
 MakeCheckpoint = Callable[..., Path]
 
-KEY = "admin-key"
 PROMPT = prompt_of(20)
 LONG: JsonObject = {"max_tokens": 80, "ignore_eos": True, "logprobs": 1}
-
-
-@pytest.fixture
-def admin(tmp_path: Path) -> dict[str, Any]:
-    """Settings that serve the control routes."""
-    (tmp_path / "keys").write_text(KEY)
-    return {"admin_on_public_port": True, "admin_key_file": tmp_path / "keys"}
 
 
 def plans(kit: Kit, mode: str, **changes: Any) -> tuple[WorkerPlan, WorkerPlan | None]:
@@ -41,7 +33,7 @@ def plans(kit: Kit, mode: str, **changes: Any) -> tuple[WorkerPlan, WorkerPlan |
 
 
 async def call(relay: Relay, path: str, body: JsonObject | None = None) -> tuple[int, JsonObject]:
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     async with relay.client.session.post(relay.client.url + path, json=body, headers=headers) as response:
         answer: JsonObject = await response.json()
         return response.status, answer

@@ -29,9 +29,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(4, 300) for _ in range(length)]
 
 
-def plan(
-    kit: Kit, mode: str, chunk: int = 16, *, prefix_caching: bool = True
-) -> tuple[WorkerPlan, WorkerPlan | None]:
+def plan(kit: Kit, mode: str, chunk: int = 16, *, prefix_caching: bool = True) -> tuple[WorkerPlan, WorkerPlan | None]:
     """Decode and prefill worker of one mode."""
     worker = WorkerPlan(kit, chunk=chunk, prefix_caching=prefix_caching)
     return worker, worker if mode == "disaggregated" else None
