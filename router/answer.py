@@ -9,6 +9,7 @@ from common.id_mask import unpack_ids
 from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken, TokenLogprob
 from router.choice import VersionSpans
+from router.job import ChoiceState, Job, Outcome, RowsMode
 from router.request_schemas import GenerateRequest, StreamOptions
 from router.response_schemas import (
     ChoiceLogprobs,
@@ -25,7 +26,6 @@ from router.response_schemas import (
     WeightVersion,
 )
 from router.rows_format import RowsForm, format_rows
-from router.serve import ChoiceState, Job, Outcome, RowsMode
 from router.stitch import Piece, token_bytes
 from router.text.tokenizer import Tokenizer
 
@@ -48,6 +48,10 @@ class GenerateDialect:
     @property
     def rows_mode(self) -> RowsMode:
         return self._options.routed_experts or self.settings.stream_routed_experts
+
+    @property
+    def is_cumulative(self) -> bool:
+        return False
 
     @property
     def max_event_bytes(self) -> int:

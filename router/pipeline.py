@@ -117,7 +117,7 @@ class Pipeline:
 
     async def _tell_decode(self, prompt: LivePrompt, live: LiveRequest, message: worker_pb2.AbortRequest) -> None:
         """Until it has heard of the request that is to end, or the request has ended anyway."""
-        while not await _abort(prompt.pair.decode, message, self._timeout_s):  # noqa: ASYNC110 - another process
+        while not await _abort(prompt.pair.decode, message, self._timeout_s):
             if prompt.request_id not in live.prompts:
                 return
             await asyncio.sleep(ABORT_RETRY_S)

@@ -1,32 +1,28 @@
-"""Serves one validated request in any dialect, streamed or whole. A dialect is an object that words the answers."""
+"""Serves one request in any dialect, streamed or whole."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
 from common.pb import prefill_pb2
-from common.prompt_logprobs import PromptLogprobs, from_bytes
 from common.routing.codec import numpy2base64
 from common.routing.record import RoutingArray
-from common.sampling import Finish, FinishReason, SampledToken
+from common.sampling import Finish, FinishReason
 from router.choice import ChoiceReader, ReadChunk, VersionSpans
 from router.chunk import Chunk
 from router.client import send_json
+from router.job import REQUEST_ID_HEADER, ChoiceState, Dialect, Job, Outcome, TokenCount
 from router.keys import FLEET, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT
 from router.metrics import RequestClock
 from router.plan import Ask, ModelLimits, Plan
-from router.response_schemas import PromptTokensDetails, Usage
 from router.sse import FRAMING_BYTES, EventStream
 from router.stitch import DeltaStitcher, FinalStitcher, Piece, Stitcher, Whole
-from router.text.tokenizer import Tokenizer
 from router.validate import check_model_name, request_id
-
-REQUEST_ID_HEADER = "X-Request-Id"
 
 #: From this size on an answer is encoded in a thread: a few milliseconds on the event loop.
 THREAD_FROM_BYTES = 512 * 1024
@@ -35,9 +31,6 @@ THREAD_FROM_BYTES = 512 * 1024
 ENVELOPE_SLACK_BYTES = 256
 
 ValueT = TypeVar("ValueT")
-
-#: How rows travel in a stream.
-RowsMode = Literal["delta", "final"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,123 +42,6 @@ class Incoming:
     request_id: str | None = None
     model: str | None = None
     stream: bool = False
-
-
-@dataclass(slots=True)
-class TokenCount:
-    """What `usage` is made from, over all prompts and choices of a request."""
-
-    prompt: int
-    completion: int = 0
-    #: Prompt tokens that were not computed, by prompt.
-    cached: dict[int, int] = field(default_factory=dict)
-
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self.prompt,
-            total_tokens=self.prompt + self.completion,
-            completion_tokens=self.completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached.values())),
-            completion_tokens_details=None,
-        )
-
-
-@dataclass(slots=True)
-class Job:
-    """One validated request and what all of its choices share."""
-
-    request_id: str
-    model: str
-    #: Seconds since the epoch.
-    created: int
-    limits: ModelLimits
-    plans: list[Plan]
-    clock: RequestClock
-    count: TokenCount
-    tokenizer: Tokenizer | None
-    _scores: dict[int, bytearray] = field(default_factory=dict)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {REQUEST_ID_HEADER: self.request_id}
-
-    def note(self, plan: Plan, chunk: Chunk) -> None:
-        """Keeps cache hits, prompt logprobs and the outcome up to date."""
-        if chunk.num_cached_tokens:
-            self.count.cached[plan.index] = chunk.num_cached_tokens
-        if chunk.prompt_logprobs:
-            self._scores.setdefault(plan.index, bytearray()).extend(chunk.prompt_logprobs)
-        if chunk.finish and chunk.finish.reason is FinishReason.ABORT:
-            self.clock.outcome = "aborted"
-
-    def prompt_logprobs(self, plan: Plan) -> PromptLogprobs | None:
-        """Those that have arrived: all, once choice 0 has a token. None if the request asked for none."""
-        wanted = plan.sampling.prompt_logprobs
-        return None if wanted is None else from_bytes(bytes(self._scores.get(plan.index, b"")), wanted)
-
-
-@dataclass(slots=True)
-class ChoiceState:
-    """How far a choice is; the event in hand is counted."""
-
-    index: int
-    #: Index among the choices of its prompt.
-    choice: int
-    plan: Plan
-    versions: VersionSpans
-    num_tokens: int = 0
-    #: Events that this choice has sent before.
-    num_events: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A choice of a whole answer, finished."""
-
-    state: ChoiceState
-    piece: Piece
-
-    @property
-    def finish(self) -> Finish:
-        assert self.piece.finish is not None, "the pipeline returned without an error"
-        return self.piece.finish
-
-
-class Dialect(Protocol):
-    """How one endpoint words what happens to one request."""
-
-    @property
-    def rows_mode(self) -> RowsMode:
-        """How rows travel in this request's stream."""
-        ...
-
-    @property
-    def max_event_bytes(self) -> int:
-        """Largest event of a delta stream."""
-        ...
-
-    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
-        """JSON of a whole answer; `outcomes` in the order of their indices. May run in a thread."""
-        ...
-
-    def opening(self, job: Job) -> Sequence[bytes]:
-        """Events before the first piece of any choice."""
-        ...
-
-    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes | None:
-        """JSON of what one piece of a choice brings; None if it says nothing to this dialect's clients.
-
-        `first`: it is the stream's first event. May run in a thread.
-        """
-        ...
-
-    def closing(self, job: Job) -> Sequence[bytes]:
-        """Events after the last choice has ended."""
-        ...
-
-    def token_bytes(self, token: SampledToken, text: str) -> int:
-        """Upper bound of what a token takes in an event."""
-        ...
 
 
 async def serve(
@@ -223,6 +99,7 @@ class _Choice:
     def count(self, piece: Piece) -> None:
         """The piece is about to be told to the client."""
         self.state.num_tokens += len(piece.tokens)
+        self.state.num_bytes += piece.num_bytes
         self._job.count.completion += len(piece.tokens)
 
 
@@ -248,7 +125,9 @@ class _WholeAnswer:
         outcomes = [Outcome(choice.state, whole.piece()) for choice, whole in self._choices.values()]
         for (choice, _), outcome in zip(self._choices.values(), outcomes, strict=True):
             choice.count(outcome.piece)
-        num_bytes = sum(outcome.piece.num_bytes for outcome in outcomes)
+        num_bytes = sum(
+            outcome.piece.num_bytes + self._job.prompt_logprobs_bytes(outcome.state.plan) for outcome in outcomes
+        )
         answer = await encoded(num_bytes, partial(self._dialect.whole, self._job, outcomes))
         stall_limit_s = self._request.app[SETTINGS].client_stall_timeout_s
         return await send_json(self._request, answer, self._job.headers, stall_limit_s)
@@ -288,9 +167,15 @@ class _Stream:
     async def _event(self, choice: _Choice, piece: Piece, first: bool) -> bytes | None:
         choice.count(piece)
         encode = partial(self._dialect.event, self._job, choice.state, piece, first=first)
-        event = await encoded(piece.num_bytes, encode)
+        event = await encoded(self._estimate(choice.state, piece), encode)
         choice.state.num_events += event is not None
         return event
+
+    def _estimate(self, state: ChoiceState, piece: Piece) -> int:
+        """About what the event takes; the prompt's logprobs travel with a choice's first tokens, or its last."""
+        may_show_prompt = piece.finish is not None or state.num_tokens == len(piece.tokens)
+        num_bytes = state.num_bytes if self._dialect.is_cumulative else piece.num_bytes
+        return num_bytes + (self._job.prompt_logprobs_bytes(state.plan) if may_show_prompt else 0)
 
     def _stitcher(self, plan: Plan, choice: int) -> Stitcher:
         layout = self._job.limits.layout

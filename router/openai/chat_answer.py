@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from common.sampling import SampledToken, TokenLogprob
 from router.answer import finite, masks_of, to_json, weight_versions
+from router.job import ChoiceState, Job, Outcome
 from router.openai.dialect import OpenAIDialect
 from router.openai.responses import (
     AssistantMessage,
@@ -19,7 +20,6 @@ from router.openai.responses import (
     FirstDelta,
 )
 from router.openai.schemas import ChatCompletionRequest
-from router.serve import ChoiceState, Job, Outcome
 from router.stitch import Piece
 
 

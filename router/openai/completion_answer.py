@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from common.errors import InternalError
 from common.sampling import FinishReason, TokenLogprob
 from router.answer import finite, masks_of, own_first, to_json, weight_versions
+from router.job import ChoiceState, Job, Outcome
 from router.openai.dialect import OpenAIDialect
 from router.openai.responses import (
     CompletionChoice,
@@ -16,7 +17,6 @@ from router.openai.responses import (
 )
 from router.openai.schemas import CompletionRequest
 from router.openai.token_words import TokenWords
-from router.serve import ChoiceState, Job, Outcome
 from router.stitch import Piece
 
 

@@ -7,10 +7,10 @@ from common.config import RouterSettings
 from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken
 from router.answer import masks_of, prompt_logprob_entries, rows_of
+from router.job import ChoiceState, Job, RowsMode
 from router.openai.fields import OpenAIRequest
 from router.openai.token_words import TokenWords
 from router.response_schemas import PromptLogprobEntry, RoutedExperts, Usage
-from router.serve import ChoiceState, Job, RowsMode
 from router.stitch import Piece
 
 
@@ -26,6 +26,10 @@ class OpenAIDialect:
     def rows_mode(self) -> RowsMode:
         """Without a wish no rows travel at all (`OpenAIRequest.sampling_with`); delta then still bounds the events."""
         return self.body.options.routed_experts or "delta"
+
+    @property
+    def is_cumulative(self) -> bool:
+        return False
 
     @property
     def max_event_bytes(self) -> int:

@@ -11,8 +11,8 @@ from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, FinishReason, SampledToken, TokenLogprob
 from router.answer import finite, weight_versions
+from router.job import ChoiceState, Job, Outcome, RowsMode
 from router.plan import Plan
-from router.serve import ChoiceState, Job, Outcome, RowsMode
 from router.sglang.response_schemas import (
     InputLogprobTriple,
     LogprobTriple,
@@ -71,6 +71,10 @@ class SglangDialect:
     @property
     def rows_mode(self) -> RowsMode:
         return "final"
+
+    @property
+    def is_cumulative(self) -> bool:
+        return True
 
     def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
         outputs = [self._output(job, outcome.state, outcome.piece) for outcome in outcomes]

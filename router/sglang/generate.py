@@ -8,11 +8,12 @@ from aiohttp import web
 from common.errors import InvalidRequestError, NotFoundError
 from router.calls import task_group
 from router.generate import GENERATE_ERRORS
+from router.job import REQUEST_ID_HEADER
 from router.json_body import read_body
 from router.keys import LIVE, METRICS, PIPELINE, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS
 from router.live import LiveRequest
 from router.operation import Operation
-from router.serve import REQUEST_ID_HEADER, Incoming, serve
+from router.serve import Incoming, serve
 from router.sglang.answer import SglangDialect, SglangOptions
 from router.sglang.ids import CHOICE_IDS, ChoiceRef, choice_ids
 from router.sglang.request_schemas import SglangAbortRequest, SglangGenerateRequest, SglangSamplingParams

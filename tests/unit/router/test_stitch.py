@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.id_mask import unpack_ids
 from common.errors import RoutingMissingError
+from common.id_mask import unpack_ids
 from common.routing.codec import numpy2base64
 from common.routing.record import RoutingLayout
 from common.sampling import Finish, FinishReason, SampledToken, SamplingParams, TokenLogprob
