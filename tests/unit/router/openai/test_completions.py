@@ -105,6 +105,7 @@ async def test_every_field_reaches_the_workers(model: str) -> None:
         "logprobs": 2,
         "return_sampling_mask": True,
         "priority": 4,
+        "cache_salt": "pepper",
         "routed_experts_prompt_start": 1,
         "kv_transfer_params": {},
     }
@@ -121,7 +122,7 @@ async def test_every_field_reaches_the_workers(model: str) -> None:
     assert [list(word.ids) for word in sampling.bad_words] == [ids("b")]
     assert (list(sampling.stop_token_ids), sampling.ignore_eos, sampling.logprobs) == ([3], True, 2)
     assert sampling.sampling_mask
-    assert asked.priority == 4
+    assert (asked.priority, asked.cache_salt) == (4, "pepper")
     assert asked.routing == types_pb2.RoutingParams(enabled=True, start=1)
 
 
@@ -169,15 +170,16 @@ async def test_ends(
 
 
 async def test_special_tokens_are_shown_only_on_request(model: str) -> None:
-    """The prompt's sum is 300 + 2 - 7: token 0 is 295, token 1 is the end of sequence."""
+    """The prompt's sum is 300 + 2 - 7: token 0 is 295, token 1 is the end of sequence, which is a stop, too."""
     texts = []
     async with running(model=model) as cluster:
-        for skip in (True, False):
+        for skip, include in ((True, True), (False, False), (False, True)):
             body = {"prompt": [295], "max_tokens": 2, "skip_special_tokens": skip}
+            body["include_stop_str_in_output"] = include
             _, answer = await cluster.post(body, COMPLETIONS)
             assert answer["choices"][0]["finish_reason"] == "stop"
             texts.append(answer["choices"][0]["text"])
-    assert texts == [said([295]), said([295]) + "<|im_end|>"]
+    assert texts == [said([295]), said([295]), said([295]) + "<|im_end|>"]
 
 
 async def test_logprobs_are_four_lists(model: str) -> None:
