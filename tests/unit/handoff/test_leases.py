@@ -214,6 +214,17 @@ def test_a_first_token_of_weights_that_were_never_used_here_is_refused(version: 
     assert len(book) == 0
 
 
+@pytest.mark.parametrize("num_computed", [0, 9])
+def test_a_prompt_of_which_nothing_or_too_much_was_computed_is_corrupt(num_computed: int) -> None:
+    book = make_book()
+    lease = grant(book, num_cached=8)
+    failure = failure_of(book.receive(close(lease, 0, num_computed), PEER, 0.0))
+    assert failure == Failure(
+        FailureKind.CORRUPT, f"the closing message says that {num_computed} of 8 tokens were computed"
+    )
+    assert len(book) == 0
+
+
 def test_an_abort_ends_the_lease_with_the_senders_words() -> None:
     book = make_book()
     lease = grant(book)

@@ -82,6 +82,14 @@ def test_freed_blocks_forget_their_rows(poison: bool) -> None:
     assert bool(here.read_kv(slots[:4]).isnan().all()) is poison
 
 
+def test_a_block_has_rows_when_every_slot_has() -> None:
+    here = store()
+    here.write_rows(slots_of(BLOCKS, 0, 7, 4), rows(7))
+    assert [here.has_rows(block) for block in BLOCKS] == [True, False, False]
+    here.write_rows(slots_of(BLOCKS, 7, 8, 4), rows(1))
+    assert [here.has_rows(block) for block in BLOCKS] == [True, True, False]
+
+
 def test_poison_spares_the_null_block() -> None:
     here = store(poison=True)
     here.free_blocks(BLOCKS)

@@ -192,6 +192,16 @@ async def test_several_choices() -> None:
     assert decoding.sampling.n == 3
 
 
+async def test_both_workers_hear_the_cache_salt() -> None:
+    async with running() as cluster:
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+        for salt in ({}, {"cache_salt": None}, {"cache_salt": "pepper"}):
+            await cluster.post(body | salt)
+        asked = cluster.decode[0].decode_requests, cluster.prefill[0].prefill_requests
+    for requests in asked:
+        assert [request.cache_salt for request in requests] == ["", "", "pepper"]
+
+
 async def test_role_both_needs_no_prefill_worker() -> None:
     async with running(both=True) as cluster:
         await cluster.canary()

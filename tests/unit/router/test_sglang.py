@@ -259,13 +259,14 @@ async def test_every_sampling_field_reaches_the_workers() -> None:
         "spaces_between_special_tokens": False,
     }
     async with running() as cluster:
-        await post(cluster, input_ids=PROMPT, sampling_params=fields, priority=3)
-        await post(cluster, input_ids=PROMPT, sampling_params={"max_new_tokens": 1, "top_k": -1})
+        await post(cluster, input_ids=PROMPT, sampling_params=fields, priority=3, extra_key="pepper")
+        await post(cluster, input_ids=PROMPT, sampling_params={"max_new_tokens": 1, "top_k": -1}, cache_salt="salt")
         given, plain = cluster.decode[0].decode_requests
     sampling = given.sampling
     assert list(given.token_ids) == PROMPT
     # SGLang: higher is sooner; the workers: lower is sooner.
     assert given.priority == -3
+    assert (given.cache_salt, plain.cache_salt) == ("pepper", "salt")
     assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (4, 3, -(2**63))
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.25, 5, 0.125)
     assert (list(sampling.stop_token_ids), sampling.ignore_eos) == ([4, 7], True)

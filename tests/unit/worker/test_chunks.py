@@ -114,3 +114,14 @@ def test_prompt_logprobs_go_ahead_in_parts() -> None:
     assert b"".join(m.prompt_logprobs for m in messages) == entries.tobytes()
     [whole] = sent(Chunker(), Batch(0, [SampledToken(5)], [], [entries], LENGTH))
     assert whole.prompt_logprobs == entries.tobytes()
+
+
+@pytest.mark.parametrize("max_bytes", [1, 10_000])
+def test_cached_tokens_are_told_with_the_first_token_only(max_bytes: int) -> None:
+    """In one message and in many, some of them rows that go ahead."""
+    first, second = batch(2, 5, 0), batch(2, 2, 5, LENGTH)
+    first.num_cached = 32
+    messages = sent(Chunker(max_bytes), first, second)
+    told = [m.num_cached_tokens for m in messages if m.tokens]
+    assert told == [32] + [0] * (len(told) - 1)
+    assert sum(m.num_cached_tokens for m in messages) == 32

@@ -32,7 +32,10 @@ class Rig:
     def __init__(self) -> None:
         self.store = fake_store(9)
         self.runner = FakeRunner(self.store)
-        self.engine = Engine(self.runner, self.store, BlockPool(9), limits(), EOS, lambda events: None)
+        self.pool = BlockPool(9)
+        self.engine = Engine(
+            self.runner, self.store, self.pool, limits(), EOS, lambda events: self.engine.events_delivered()
+        )
         self.lifecycle = Lifecycle()
         #: Fingerprint of what any directory holds.
         self.on_disk = "f8"
@@ -49,6 +52,9 @@ class Rig:
 
     def _use(self, decoder: MoeDecoder | None, version: str) -> None:
         self.used.append((version, decoder is not None, threading.current_thread().name))
+
+    def num_cached(self) -> int:
+        return self.pool.num_cached
 
     def live_requests(self) -> list[RequestId]:
         return list(self._live)
@@ -240,6 +246,34 @@ async def test_discarded_weights_cannot_be_committed(rig: Rig) -> None:
     with pytest.raises(ConflictError):
         await rig.control.commit_weights("8")
     assert rig.used == []
+
+
+# --- prefix cache
+
+
+async def fill(rig: Rig) -> None:
+    """Serves a prompt of two full blocks."""
+    rig.engine.submit(make_request("fill", [5, 6, 7, 8, 9, 10, 11, 12], greedy(1)))
+    for _ in range(2):  # the second one is sure to be after a step
+        await asyncio.wrap_future(rig.engine.run_between_steps(lambda: None))
+    assert await asyncio.wrap_future(rig.engine.run_between_steps(rig.num_cached)) == 2
+
+
+async def test_a_reset_tells_how_many_blocks_were_cached(rig: Rig) -> None:
+    await fill(rig)
+    assert [await rig.control.reset_prefix_cache() for _ in range(2)] == [2, 0]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_sleep_empties_the_prefix_cache(rig: Rig, level: int) -> None:
+    await fill(rig)
+    rig.on_disk = "f7"  # the weights that level 2 gives back
+    await rig.control.pause(PauseMode.WAIT)
+    await rig.control.sleep(level)
+    assert await asyncio.wrap_future(rig.engine.run_between_steps(rig.num_cached)) == 0
+    assert await rig.control.reset_prefix_cache() == 0
+    await rig.control.wake_up()
+    assert rig.engine.check_invariants() == []
 
 
 # --- sleep

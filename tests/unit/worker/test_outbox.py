@@ -107,3 +107,13 @@ async def test_prompt_logprobs_of_an_aborted_choice_are_void() -> None:
     outbox.put_prompt_logprobs(empty(1, 0))
     [batch] = await outbox.take()
     assert batch.prompt_logprobs is None
+
+
+async def test_cached_tokens_stay_with_the_choices_first_token() -> None:
+    outbox = Outbox(2)
+    for choice in (0, 1):
+        outbox.put(Progress(ID, (SampledToken(5),), None, None, choice, None, 32))
+    outbox.put(Progress(ID, (SampledToken(6),), None, None, 0))
+    assert [(b.choice, b.num_cached) for b in await outbox.take()] == [(0, 32), (1, 32)]
+    outbox.put(Progress(ID, (SampledToken(7),), None, None, 0))
+    assert [b.num_cached for b in await outbox.take()] == [0]
