@@ -6,7 +6,8 @@ no model knows are ignored (`router.json_body` logs each name once).
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from common.sampling import INT64_MAX, INT64_MIN
 
@@ -32,6 +33,21 @@ class RequestModel(BaseModel):
     """Base of everything a client sends."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+def _refuse(value: object) -> None:
+    """Null, false and what is empty ask for nothing."""
+    if value is not None and value is not False and value not in ([], {}):
+        raise PydanticCustomError("not_supported", "this server does not support it; leave it out")
+
+
+#: A field that clients of vLLM know and that would change the answer, but cannot be honoured.
+Refused = Annotated[
+    None,
+    BeforeValidator(_refuse),
+    WithJsonSchema({"enum": [None, False, [], {}]}),
+    Field(description="Not supported: only null, false or empty."),
+]
 
 
 class StreamOptions(RequestModel):
@@ -123,6 +139,13 @@ class CommonSamplingFields(RequestModel):
     return_routed_experts: bool | None = Field(None, description="False switches routing rows off for this request.")
     routed_experts_format: RowsFormat | None = Field(None, description="Overrides the server's format of rows.")
     return_sampling_mask: bool | None = Field(None, description="Report the ids that survived top-k, top-p, min-p.")
+    use_beam_search: Refused = None
+    truncate_prompt_tokens: Refused = None
+    logprob_token_ids: Refused = None
+    repetition_detection: Refused = None
+    thinking_token_budget: Refused = None
+    logits_processors: Refused = None
+    extra_args: Refused = None
 
 
 class SamplingFields(CommonSamplingFields):
@@ -147,6 +170,7 @@ class GenerateRequest(RequestModel):
     return_token_ids: bool | None = Field(None, description="Also return the prompt's ids.")
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
+    features: Refused = None
     kv_transfer_params: dict[str, Any] | None = Field(None, description="Only null or an empty object.")
 
 

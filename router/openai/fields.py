@@ -2,33 +2,18 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
 from router.request_schemas import (
     CacheSalt,
     CommonSamplingFields,
     Priority,
+    Refused,
     RequestModel,
     SamplingFields,
     StreamOptions,
 )
-
-
-def _refuse(value: object) -> None:
-    """Null and false ask for nothing."""
-    if value is not None and value is not False:
-        raise PydanticCustomError("not_supported", "this server does not support it; leave it out")
-
-
-#: A field that clients of vLLM know and that would change the answer, but cannot be honoured.
-Refused = Annotated[
-    None,
-    BeforeValidator(_refuse),
-    WithJsonSchema({"enum": [None, False]}),
-    Field(description="Not supported: only null or false."),
-]
 
 
 class TextFormat(RequestModel):
@@ -84,12 +69,7 @@ class OpenAIRequest(CommonSamplingFields):
     request_id: str | None = Field(None, description="The header X-Request-Id wins.")
     kv_transfer_params: dict[str, Any] | None = Field(None, max_length=0, description="Only null or an empty object.")
     ec_transfer_params: Refused = None
-    use_beam_search: Refused = None
     watermarking: Refused = None
-    truncate_prompt_tokens: Refused = None
-    logprob_token_ids: Refused = None
-    repetition_detection: Refused = None
-    thinking_token_budget: Refused = None
     vllm_xargs: Refused = None
 
     @model_validator(mode="after")

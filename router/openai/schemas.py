@@ -7,9 +7,9 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, Wit
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
-from router.openai.fields import OpenAIRequest, Refused
+from router.openai.fields import OpenAIRequest
 from router.openai.messages import Message
-from router.request_schemas import ListOf, NumLogprobs, RequestModel, SamplingFields, TokenIds
+from router.request_schemas import ListOf, NumLogprobs, Refused, RequestModel, SamplingFields, TokenIds
 
 _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[TokenIds, Field(min_length=1)]

@@ -70,6 +70,13 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "structured_outputs": [{"json": {}}, {"regex": "("}, {"regex": "a", "choice": ["b"]}, "x"],
     "routed_experts_format": ["raw", 1],
     "return_sampling_mask": [1, "true"],
+    "use_beam_search": [True],
+    "truncate_prompt_tokens": [5],
+    "logprob_token_ids": [[1]],
+    "repetition_detection": [{"max_pattern_size": 2}],
+    "thinking_token_budget": [10],
+    "logits_processors": [["x"]],
+    "extra_args": [{"x": 1}],
 }
 
 GOOD_SAMPLING: dict[str, list[Any]] = {
@@ -100,6 +107,9 @@ GOOD_SAMPLING: dict[str, list[Any]] = {
     "return_sampling_mask": [True, False, None],
     "detokenize": [True, False, None],
     "skip_special_tokens": [True, False, None],
+    "logits_processors": [[], None],
+    "extra_args": [{}, None],
+    "use_beam_search": [False, None],
     "a_field_nobody_knows": [1, {"x": [2]}, None],
 }
 
