@@ -47,6 +47,8 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self._by_id: dict[str, LiveRequest] = {}
+        #: Ids of single choices of live requests; no request may take one.
+        self.choice_ids: set[str] = set()
         #: Once set, live requests go on and new ones are refused.
         self.draining = False
         self._empty = asyncio.Event()
@@ -57,10 +59,10 @@ class LiveRequests:
 
     @contextmanager
     def register(self, request_id: str) -> Iterator[LiveRequest]:
-        """Raises DuplicateRequestError if a live request has this id, UnavailableError while draining."""
+        """Raises DuplicateRequestError if something live has this id, UnavailableError while draining."""
         if self.draining:
             raise UnavailableError("the router is draining and takes no new requests")
-        if request_id in self._by_id:
+        if request_id in self._by_id or request_id in self.choice_ids:
             raise DuplicateRequestError(f"a live request has the id {request_id!r} already", param="request_id")
         live = self._by_id[request_id] = LiveRequest(request_id)
         self._empty.clear()

@@ -43,9 +43,11 @@ class ChoiceIds:
                 raise DuplicateRequestError(f"a live request has the id {each!r} already", param="rid")
         refs = {each: ChoiceRef(name, *divmod(index, n)) for index, each in enumerate(ids)}
         self._by_id |= refs
+        live.choice_ids |= refs.keys()
         try:
             yield
         finally:
+            live.choice_ids -= refs.keys()
             for each in refs:
                 del self._by_id[each]
 

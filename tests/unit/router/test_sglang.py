@@ -460,6 +460,20 @@ async def test_abort_of_nothing() -> None:
             assert (await refused(cluster, body, ABORT))[0] == 400
 
 
+async def test_the_id_of_a_live_choice_is_taken_for_every_endpoint() -> None:
+    """Or /abort_request would end the wrong one of two."""
+    async with running(Script(hold_after=1)) as cluster:
+        batch = {"input_ids": [[5, 6], [7, 8]], "rid": ["a", "b"], "sampling_params": {"max_new_tokens": 9}}
+        live = asyncio.ensure_future(cluster.post(batch, "/generate"))
+        await cluster.decode[0].wait_until(lambda: len(cluster.decode[0].live) == 2)
+        single = {"input_ids": [5, 6], "rid": "a", "sampling_params": {"max_new_tokens": 1}}
+        assert (await cluster.post(single, "/generate"))[0] == 409
+        assert (await cluster.post({"token_ids": [5, 6], "sampling_params": {}, "request_id": "b"}))[0] == 409
+        cluster.decode[0].script.release.set()
+        assert (await live)[0] == 200
+        assert (await cluster.post(single, "/generate"))[0] == 200
+
+
 async def test_a_second_request_with_a_live_id_is_refused() -> None:
     script = Script(hold_after=1)
     async with running(script) as cluster:
