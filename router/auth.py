@@ -83,7 +83,7 @@ class Guard:
         keys = self._keys_of(path)
         if keys is not None:
             _check_key(request, keys)
-        elif self.refuses_pages and path not in OPEN_PATHS and "Origin" in request.headers:
+        elif self.refuses_pages and path not in OPEN_PATHS and _is_of_page(request):
             raise AuthenticationError("web pages need a key here; start with --admin-key-file")
 
     def needs_key(self, path: str) -> bool:
@@ -94,6 +94,11 @@ class Guard:
         if path in OPEN_PATHS:
             return None
         return self.admin_keys if path in self.admin_paths else self.keys
+
+
+def _is_of_page(request: web.Request) -> bool:
+    """Whether a web page sent it: by script or form, or by naming it as the address of an image, say."""
+    return "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") != "none"
 
 
 def _check_key(request: web.Request, keys: KeyRing) -> None:

@@ -133,7 +133,7 @@ class ClusterControl:
 
         Raises:
             InvalidRequestError: the checkpoint or the version cannot be used; nothing has changed.
-            ConflictError: another operation is under way.
+            ConflictError: a pause or resume is under way; another update or sleep is waited for.
             InternalError: only some workers took the weights; the others are not used until they are updated.
         """
         return await self._to_its_end(self._update(path, version, mode, stay_paused))
@@ -213,7 +213,7 @@ class ClusterControl:
         """Pauses what still serves, then gives memory back on every worker; if one cannot, all are as before.
 
         Raises:
-            ConflictError: requests are live, or another operation is under way.
+            ConflictError: requests are live, or a pause or resume is under way; an update is waited for.
         """
         await self._to_its_end(self._sleep(level, mode))
 

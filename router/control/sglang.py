@@ -1,6 +1,6 @@
 """The control routes by SGLang's names: schemas and mapping, no logic of their own.
 
-Failures of an update are a 400 with `success` false, as SGLang's clients expect; whatever else goes wrong looks as on
+What is wrong with an update's request is a 400 with `success` false, as SGLang's clients expect; whatever else goes wrong looks as on
 every route.
 """
 
@@ -9,7 +9,7 @@ from typing import Literal
 from aiohttp import web
 from pydantic import BaseModel, Field
 
-from common.errors import RequestError
+from common.errors import InvalidRequestError
 from router.control.cluster import PauseMode
 from router.control.keys import CLUSTER_CONTROL
 from router.control.options import read_options
@@ -90,7 +90,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
             mode="abort" if body.abort_all_requests else "keep",
             stay_paused=bool(body.keep_pause),
         )
-    except RequestError as error:
+    except InvalidRequestError as error:
         return _json(UpdateWeightsFromDiskResponse(success=False, message=error.message, num_paused_requests=0), 400)
     message = f"The weights of {body.model_path} are in use as version {update.version}."
     return _json(

@@ -102,6 +102,10 @@ async def test_web_pages_cannot_control_without_a_key(admin_keys: Path) -> None:
     async with with_control() as (cluster, control):
         assert (await control.post("/pause", headers=page)).status == 401
         assert (await control.get("/live", headers=page)).status == 200
+        # As the address of an image in a page: no Origin, but browsers say where it comes from.
+        assert (await control.get("/flush_cache", headers={"Sec-Fetch-Site": "cross-site"})).status == 401
+        assert (await control.get("/flush_cache", headers={"Sec-Fetch-Site": "none"})).status == 200  # typed by hand
+        assert (await control.get("/flush_cache")).status == 200
         await cluster.canary()
     async with with_control(admin_key_file=admin_keys) as (_, control):
         key = {"Authorization": "Bearer root"}
