@@ -128,9 +128,9 @@ class Planner:
         for text in texts:
             if not text:
                 raise InvalidRequestError(f"{name} must not contain an empty string", param=name)
-            if len(text) > self._settings.max_stop_bytes:
+            if len(text) > self._settings.max_stop_chars:
                 raise InvalidRequestError(
-                    f"{name}: a string of {len(text)} characters; at most {self._settings.max_stop_bytes} are allowed",
+                    f"{name}: a string of {len(text)} characters; at most {self._settings.max_stop_chars} are allowed",
                     param=name,
                 )
 

@@ -186,7 +186,7 @@ def _rows(payload: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.generic]]:
 
 
 async def test_bounds_name_field_value_and_bound() -> None:
-    async with running(max_n=4, max_stop_strings=2, max_stop_bytes=5, max_listed_tokens=3, max_logprobs=2) as cluster:
+    async with running(max_n=4, max_stop_strings=2, max_stop_chars=5, max_listed_tokens=3, max_logprobs=2) as cluster:
         for sampling, param, bound in (
             ({"n": 5}, "n", "4"),
             ({"logprobs": 3}, "logprobs", "2"),
