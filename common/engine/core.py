@@ -11,6 +11,7 @@ import structlog
 from common.engine.admission import Admission
 from common.engine.compute import ComputedChunk, compute
 from common.engine.group import ChoiceGroup
+from common.engine.handed_over import is_of_other_weights, misplaced, problem_of
 from common.engine.limits import EngineLimits
 from common.engine.reporter import Reporter
 from common.engine.request import BlocksLeased, EngineEvent, EngineLoad, EngineRequest, RequestId, Work
@@ -112,7 +113,7 @@ class EngineCore:
             or prompt.phase is not Phase.LEASED
             or not prompt.num_computed <= computed <= prompt.num_prompt
         ):
-            self._reporter.fail(group, _misplaced(group, f"a handoff of positions [0, {computed})"))
+            self._reporter.fail(group, misplaced(group, f"a handoff of positions [0, {computed})"))
             return
         prompt.num_computed = computed
         try:
@@ -129,12 +130,12 @@ class EngineCore:
             return
         prompt = group.sequences.get(0)
         if prompt is None or prompt.phase is not Phase.LEASED:
-            self._reporter.fail(group, _misplaced(group, "the end of a handoff"))
+            self._reporter.fail(group, misplaced(group, "the end of a handoff"))
             return
-        if problem := self._problem(prompt, first_tokens):
+        if problem := problem_of(prompt, first_tokens, self._vocab_size):
             self._reporter.fail(group, HandoffCorruptError(problem))
             return
-        if self._is_of_other_weights(prompt, first_tokens):
+        if is_of_other_weights(prompt, first_tokens):
             prompt.epoch = None
         self._cache_full_blocks(prompt)
         prompt.num_computed, prompt.num_cached = prompt.num_prompt, num_cached
@@ -144,25 +145,6 @@ class EngineCore:
             self._reporter.fail(group, error)
         except InvalidRequestError as error:  # sampled elsewhere, under the same grammar
             self._reporter.fail(group, HandoffCorruptError(f"the first tokens do not fit: {error.message}"))
-
-    def _problem(self, prompt: SequenceState, first_tokens: Sequence[SampledToken]) -> str | None:
-        """What is wrong with the first tokens of a handoff."""
-        num_choices = prompt.request.sampling.n
-        if len(first_tokens) != num_choices:
-            return f"{len(first_tokens)} first tokens came for {num_choices} choices"
-        strange = [t.token_id for t in first_tokens if not 0 <= t.token_id < self._vocab_size]
-        if strange:
-            return f"the first token {strange[0]} is no vocabulary id"
-        if prompt.num_shared and self._is_of_other_weights(prompt, first_tokens):
-            return (
-                f"a prompt whose beginning was cached from weights {prompt.chain.scope.weight_version!r} "
-                f"was continued with weights {first_tokens[0].weight_version!r}"
-            )
-        return None
-
-    def _is_of_other_weights(self, prompt: SequenceState, first_tokens: Sequence[SampledToken]) -> bool:
-        """Whoever computed the handoff had not the weights that were in use here when the blocks were given."""
-        return any(token.weight_version != prompt.chain.scope.weight_version for token in first_tokens)
 
     def abort(self, request_id: RequestId, choice: int | None = None) -> None:
         """Ends one choice, or all that are live, with finish reason ABORT, whatever their phase."""
@@ -312,13 +294,3 @@ class EngineCore:
 
 def _ignore(_: float) -> None:
     """Observes nothing."""
-
-
-def _misplaced(group: ChoiceGroup, what: str) -> InternalError:
-    prompt = group.sequences.get(0)
-    if prompt is None:
-        return InternalError(f"{what} came for a request that is decoding")
-    return InternalError(
-        f"{what} came for a sequence that is {prompt.phase.value} "
-        f"with {prompt.num_computed} of {prompt.num_prompt} prompt tokens"
-    )

@@ -107,7 +107,8 @@ class KVStore:
 
     def has_rows(self, block: BlockId) -> bool:
         """Every slot of the block has its routing row."""
-        return bool(self._row_written[self._block_slots([block])].all())
+        size = self.layout.block_size
+        return bool(self._row_written[block * size : (block + 1) * size].all())
 
     def read_kv(self, slots: SlotArray) -> torch.Tensor:
         """Contiguous host copy [L, 2, n, G, D] of the given slots, in order."""

@@ -7,6 +7,7 @@ import pytest
 
 from common.engine.request import EngineRequest, RequestId, Work
 from common.errors import HandoffCorruptError
+from common.kv.store import slots_of
 from common.sampling import SampledToken, SamplingParams
 from tests.unit.engine.rig import FakeRig, RigPair, Transcript, greedy, limits, make_request, solo
 
@@ -139,12 +140,45 @@ def test_evicted_blocks_are_ruined_and_computed_again() -> None:
     rig.assert_baseline()
 
 
+def test_what_becomes_free_behind_an_evicted_block_is_ruined_too() -> None:
+    """Two equal prompts at once: the output of the second stands behind the blocks of the first."""
+    rig = FakeRig(num_blocks=6)
+    rig.submit(make_request("first", PROMPT[:8], greedy(1)))
+    rig.submit(make_request("second", PROMPT[:8], greedy(6)))
+    rig.run()
+    output = slots_of(rig.runner.batches[-1][0].blocks, 8, 12, 4)
+    assert rig.core.load().kv_blocks_cached == 3
+    rig.submit(make_request("takes all that is free", [1, 2], greedy(11)))
+    rig.step()
+    assert not rig.store.read_kv(output).isnan().any()
+    rig.submit(make_request("needs one more", [3, 2], greedy(2)))
+    rig.step()
+    assert rig.core.load().kv_blocks_cached == 1
+    assert rig.store.read_kv(output).isnan().all()
+
+
 def test_a_full_cache_never_keeps_a_request_waiting() -> None:
     rig = FakeRig(num_blocks=5)
     for first in range(10):
         served(rig, make_request("a", [first, *PROMPT], greedy(6)))
     load = rig.core.load()
     assert (load.kv_blocks_used, load.kv_blocks_cached, load.kv_blocks_total) == (0, 5, 5)
+
+
+def test_whoever_waits_for_blocks_holds_none_of_its_prefix() -> None:
+    rig = FakeRig(num_blocks=8)
+    served(rig, make_request("warm", PROMPT, greedy(1)))
+    runs = rig.submit(make_request("runs", [1, 2], greedy(15)))
+    rig.step()
+    waits = rig.submit(make_request("waits", PROMPT, greedy(12)))
+    for _ in range(3):
+        rig.step()
+    load = rig.core.load()
+    assert (load.waiting, load.kv_blocks_used, load.kv_blocks_cached) == (1, 4, 3)
+    rig.run()
+    assert rig.core.stats.prefix_cache_hits == 12
+    for got in (runs, waits):
+        got.assert_equals(solo(got.request))
 
 
 def test_a_failed_step_caches_nothing() -> None:
