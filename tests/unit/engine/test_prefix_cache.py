@@ -120,6 +120,14 @@ def test_choices_share_a_prompt_that_was_cached(num_prompt: int) -> None:
     rig.assert_baseline()
 
 
+def test_the_output_of_every_choice_is_found() -> None:
+    rig = FakeRig()
+    got = served(rig, make_request("a", PROMPT[:6], sampled(3, 8)))
+    for choice in got.all:
+        output = [token.token_id for token in choice.tokens]
+        assert computed_by(rig, make_request("b", [*PROMPT[:6], *output, 1, 2], greedy(1))) == 16 - 12
+
+
 def test_choices_that_wait_for_blocks_find_their_prompt_uncut() -> None:
     """The pool holds one choice, and everything that is only cached has to go for the next one."""
     request = make_request("a", PROMPT, sampled(5))
