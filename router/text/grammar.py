@@ -5,14 +5,16 @@ so that a grammar that is wrong, too large or unable to produce anything never r
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.errors import InvalidRequestError
-from router.text.grammar_size import embedded_schemas, lark_size, property_cost, regex_size, schema_patterns
+from router.text.grammar_size import OPTIONAL_SIZE, GrammarSizeError, property_cost, regex_size, schema_patterns
+from router.text.lark_size import embedded_schemas, lark_size
 from router.text.tokenizer import check_unicode
 
 _STRUCTURED, _FORMAT = "structured_outputs", "response_format"
@@ -20,8 +22,12 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _FLAGS = ("json_object", "disable_any_whitespace", "disable_additional_properties")
 #: 800 optional properties in one object are compiled in about a tenth of a second.
 _MAX_PROPERTY_COST = 800**2
-#: The conversion's time grows with the square of their number.
-_MAX_GBNF_RULES = 1000
+#: Number of rules times length: the conversion looks at every rule again for each one that it finds to be a terminal.
+_MAX_GBNF_COST = 2**22
+#: What may stand between two tokens of JSON; far more than anyone means.
+_MAX_WHITESPACE_PATTERN = 1000
+#: What tells Lark from GBNF. llguidance's own test for it is the same, but takes very long for many empty lines.
+_LARK_SIGN = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 #: Enough for a person to see the place; llguidance may quote the whole grammar.
 _MAX_REASON = 400
 
@@ -93,10 +99,15 @@ def _json_options(given: Mapping[str, object]) -> dict[str, object]:
     match given.get("whitespace_pattern"):
         case None:
             pass
-        case str(pattern) if regex_size(pattern) <= 1000:
+        case str(pattern) if len(pattern) <= _MAX_WHITESPACE_PATTERN:
+            _Source(_STRUCTURED, "whitespace_pattern", _MAX_WHITESPACE_PATTERN).regex(pattern)
             options["whitespace_pattern"] = pattern
         case other:
-            raise _refused(_STRUCTURED, f"whitespace_pattern must be a short regular expression, got {other!r:.100}")
+            raise _refused(
+                _STRUCTURED,
+                f"whitespace_pattern must be a regular expression of at most {_MAX_WHITESPACE_PATTERN} characters, got "
+                f"{other!r:.100}",
+            )
     return options
 
 
@@ -124,7 +135,7 @@ class _Source:
 
     def regex(self, value: object) -> str:
         text = self._text(value)
-        self._not_blown_up(regex_size(text), "it")
+        self._not_blown_up(regex_size, text, "it")
         return self._checked(LLMatcher.grammar_from_regex(text))
 
     def choice(self, value: object) -> str:
@@ -137,16 +148,20 @@ class _Source:
     def grammar(self, value: object) -> str:
         """llguidance's Lark dialect (a rule `start: …`), or GBNF (a rule `root ::= …`)."""
         text = self._text(value)
-        if text.count("::=") > _MAX_GBNF_RULES:
-            raise self._wrong(f"has more than {_MAX_GBNF_RULES} rules; write it in Lark's form")
-        try:
-            lark = any_to_lark(text)
-        except Exception as error:  # the converter raises no other class, but for its own slips
-            raise self._wrong(f"is no grammar: {error!s:.{_MAX_REASON}}") from error
-        self._not_blown_up(lark_size(lark), "it")
+        lark = text if _LARK_SIGN.search(text) else self._lark_of_gbnf(text)
+        self._not_blown_up(lark_size, lark, "it")
         for schema in embedded_schemas(lark):
             self._sensible(schema)
         return self._checked(_lark_form(lark))
+
+    def _lark_of_gbnf(self, text: str) -> str:
+        num_rules = text.count("::=")
+        if num_rules * len(text) > _MAX_GBNF_COST:
+            raise self._wrong(f"has too many rules ({num_rules}) for its length; write it in Lark's form")
+        try:
+            return gbnf_to_lark(text)
+        except Exception as error:  # the converter raises no other class, but for its own slips
+            raise self._wrong(f"is no grammar: {error!s:.{_MAX_REASON}}") from error
 
     def _text(self, value: object) -> str:
         if not isinstance(value, str):
@@ -177,12 +192,17 @@ class _Source:
         if property_cost(schema) > _MAX_PROPERTY_COST:
             raise self._wrong("lists too many optional properties; make them required, or at most 800 in all objects")
         for pattern in schema_patterns(schema):
-            self._not_blown_up(regex_size(pattern), "a pattern")
+            self._not_blown_up(regex_size, pattern, "a pattern")
 
-    def _not_blown_up(self, size: int, what: str) -> None:
+    def _not_blown_up(self, size_of: Callable[[str], int], text: str, what: str) -> None:
+        try:
+            size = size_of(text)
+        except GrammarSizeError as error:
+            raise self._wrong(f"is refused: {error}") from error
         if size > self._max_bytes:
             raise self._wrong(
-                f"is too large: with repetitions written out, {what} has more than {self._max_bytes} parts"
+                f"is too large: with repetitions written out, {what} has more than {self._max_bytes} parts, where one "
+                f"that may be left out counts {OPTIONAL_SIZE}"
             )
 
     def _checked(self, grammar: str) -> str:

@@ -1,49 +1,115 @@
 """How large a grammar becomes when its repetitions are written out.
 
-llguidance bounds most of its own work, but not two things: literal text that repetitions multiply (`(a{1000}){1000}`
-is a string of a million bytes, copied at every step), and objects with many optional properties (time grows with the
-square of their number). Both are counted here before llguidance sees them.
+llguidance bounds most of its own work, but not these: literal text that repetitions multiply (`(a{1000}){1000}` is a
+string of a million bytes, copied at every step), and expressions with many optional parts or objects with many optional
+properties (time grows with the square of their number). They are counted here before llguidance sees them; Lark
+grammars in `router.text.lark_size`.
+
+Counting must be linear and must not be fooled: every pattern here is possessive, and what it takes for a group, a class
+or an escape is what the `regex-syntax` crate takes for one. What that refuses anyway may have any size.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 
-#: Escapes with braces first, so that their braces are no repetition; a character class is one atom.
+#: Escapes with braces first, so that their braces are no repetition. `]` right behind the beginning of a class is a
+#: character. White space around the numbers of a repetition is allowed.
 _REGEX_ATOM = re.compile(
-    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<low>\d+)(?P<high>,\d*)?\}|(?P<bracket>[()])|.", re.DOTALL
-)
-_LARK_ATOM = re.compile(
-    r'(?P<text>"(?:\\.|[^"\\])*")|/(?P<regex>(?:\\.|[^/\\\n])+)/|//[^\n]*|\{(?P<low>\d+)(?P<high>,\s*\d*)?\}'
-    r"|(?P<bracket>[()])|(?P<name>_?[A-Z][A-Z0-9_]*)\b|\w+|.",
+    r"\\[pPxuU]\{[^}]*+\}?|\\.|(?P<opens>\[\^?\]?)|(?P<closes>\])|\((?P<flags>\?[A-Za-z-]*+)?+|(?P<end>\))"
+    r"|\{\s*+(?P<low>\d++)\s*+(?:,\s*+(?P<high>\d*+)\s*+)?\}|(?P<optional>[*?]|\|(?=[|)])|(?<=[(|:])\|)|.",
     re.DOTALL,
 )
-_LARK_REGEX = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])+)/')
-_LARK_RULE = re.compile(r"^[ \t]*[?!]?(\w+)(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-
-
 #: Large enough to be refused, small enough to stay a machine's integer.
 _CAP = 2**40
-#: The size of a terminal whose parts are being counted.
-_PENDING = -1
+#: What a part that may be left out counts: a thousand of them, each `.*`, are compiled in about a tenth of a second.
+OPTIONAL_SIZE = 64
+
+
+class GrammarSizeError(ValueError):
+    """The size cannot be told, or reading the grammar would take too deep a recursion."""
+
+
+class SizeSum:
+    """Adds up the sizes of atoms in groups; a repetition multiplies the atom or group before it."""
+
+    def __init__(self) -> None:
+        self._groups = [0]
+        self._last = 0
+
+    def put(self, size: int) -> None:
+        """An atom."""
+        self._last = size = min(size, _CAP)
+        self._groups[-1] += size
+
+    def open(self) -> None:
+        """A group begins."""
+        self._groups.append(0)
+
+    def close(self) -> None:
+        """The innermost group ends. One that never began is an error that llguidance reports."""
+        if len(self._groups) > 1:
+            self.put(self._groups.pop())
+
+    def make_optional(self) -> None:
+        """The last atom or group, or the alternative here, may be left out."""
+        self._groups[-1] += OPTIONAL_SIZE
+        self._last = min(self._last + OPTIONAL_SIZE, _CAP)
+
+    def repeat(self, low: str, high: str | None) -> None:
+        """The last atom or group comes `high` times, or `low` times and more."""
+        # Cut, so that digits without end make no number without end.
+        times = int((high or low).lstrip("0")[:12] or "0")
+        self._groups[-1] += self._last * (times - 1)
+        self._last = min(self._last * times, _CAP)
+        if not low.strip("0"):
+            self.make_optional()
+
+    @property
+    def total(self) -> int:
+        return sum(self._groups)
 
 
 def regex_size(regex: str) -> int:
-    """Number of atoms once bounded repetitions are written out; an unbounded one counts its lower bound."""
-    return _Sizer().total(_REGEX_ATOM.finditer(regex), {})
+    """Number of atoms once bounded repetitions are written out; an unbounded one counts its lower bound.
+
+    An atom or alternative that may be left out counts `OPTIONAL_SIZE` more.
+
+    Raises:
+        GrammarSizeError: it uses the flag x.
+    """
+    sizes = SizeSum()
+    #: Classes may hold classes.
+    depth = 0
+    for atom in _REGEX_ATOM.finditer(regex):
+        if atom["opens"]:
+            depth += 1
+        elif depth:
+            depth -= atom["closes"] is not None
+            if not depth:
+                sizes.put(1)
+        else:
+            _add(sizes, atom)
+    return sizes.total
 
 
-def lark_size(source: str) -> int:
-    """Size of the largest terminal or regular expression; rules cost nothing, their repetitions are not written out."""
-    starts = list(_LARK_RULE.finditer(source))
-    ends = [*(rule.start() for rule in starts[1:]), len(source)]
-    bodies = {rule[1]: source[rule.end() : end] for rule, end in zip(starts, ends, strict=True)}
-    sizes: dict[str, int] = {}
-    for name in bodies:
-        if name.isupper():
-            _size_terminal(name, bodies, sizes)
-    inline = [regex_size(found["regex"]) for found in _LARK_REGEX.finditer(source) if found["regex"]]
-    return max([0, *sizes.values(), *inline])
+def verbose_regex() -> GrammarSizeError:
+    """An error: comments in such an expression may hold brackets."""
+    return GrammarSizeError("regular expressions with the flag x (verbose) are not supported; leave out comments")
+
+
+def _add(sizes: SizeSum, atom: re.Match[str]) -> None:
+    if (low := atom["low"]) is not None:
+        sizes.repeat(low, atom["high"])
+    elif atom["optional"]:
+        sizes.make_optional()
+    elif atom["end"]:
+        sizes.close()
+    elif atom[0].startswith("("):
+        if "x" in (atom["flags"] or ""):
+            raise verbose_regex()
+        sizes.open()
+    else:
+        sizes.put(1)
 
 
 def property_cost(schema: object) -> int:
@@ -60,76 +126,6 @@ def schema_patterns(schema: object) -> Iterator[str]:
         match node.get("patternProperties"):
             case dict(patterns):
                 yield from patterns
-
-
-def embedded_schemas(source: str) -> Iterator[object]:
-    """The JSON schemas that a Lark grammar holds as `%json {...}`; what is no JSON is left to llguidance."""
-    decoder = json.JSONDecoder()
-    for found in re.finditer(r"%json\s*", source):
-        try:
-            yield decoder.raw_decode(source, found.end())[0]
-        except (ValueError, RecursionError):
-            continue
-
-
-class _Sizer:
-    """Adds up atoms; a repetition multiplies the atom or group before it."""
-
-    def __init__(self) -> None:
-        self._groups = [0]
-        self._last = 0
-
-    def total(self, atoms: Iterator[re.Match[str]], names: Mapping[str, int]) -> int:
-        for atom in atoms:
-            self._add(atom, atom.groupdict(), names)
-        return sum(self._groups)
-
-    def _add(self, atom: re.Match[str], parts: Mapping[str, str | None], names: Mapping[str, int]) -> None:
-        if parts["bracket"] == "(":
-            self._groups.append(0)
-        elif parts["bracket"] == ")":
-            if len(self._groups) > 1:
-                self._put(self._groups.pop())
-        elif (low := parts["low"]) is not None:
-            high = (parts["high"] or "").strip(", \t\n")
-            # Cut, so that digits without end make no number without end.
-            times = int((high or low)[:12])
-            self._groups[-1] += self._last * (times - 1)
-            self._last = min(self._last * times, _CAP)
-        else:
-            self._put(_atom_size(atom[0], parts, names))
-
-    def _put(self, size: int) -> None:
-        self._last = size = min(size, _CAP)
-        self._groups[-1] += size
-
-
-def _atom_size(text: str, parts: Mapping[str, str | None], names: Mapping[str, int]) -> int:
-    if (regex := parts.get("regex")) is not None:
-        return regex_size(regex)
-    if parts.get("text") is not None:
-        return len(text) - 2
-    return names.get(parts.get("name") or "", 1)
-
-
-def _size_terminal(name: str, bodies: Mapping[str, str], sizes: dict[str, int]) -> None:
-    """Fills `sizes` for `name` and the terminals it uses, without recursion: a grammar may nest them deeply."""
-    stack = [name]
-    while stack:
-        current = stack[-1]
-        if current in sizes and sizes[current] != _PENDING:
-            stack.pop()
-            continue
-        uses = {found["name"] for found in _LARK_ATOM.finditer(bodies[current]) if found["name"] in bodies}
-        missing = [used for used in uses if used not in sizes]
-        if current not in sizes and missing:
-            sizes[current] = _PENDING
-            stack += missing
-            continue
-        # A terminal that uses itself is an error that llguidance reports.
-        known = {used: max(1, sizes[used]) for used in uses if used in sizes}
-        sizes[current] = _Sizer().total(_LARK_ATOM.finditer(bodies[current]), known)
-        stack.pop()
 
 
 def _nodes(schema: object) -> Iterator[dict[str, object]]:

@@ -142,7 +142,7 @@ def test_response_formats() -> None:
         ({"json_object": 1}, "json_object must be true"),
         ({"structural_tag": "{}"}, "structural_tag"),
         ({"json": {}, "whitespace_pattern": 3}, "whitespace_pattern"),
-        ({"json": {}, "whitespace_pattern": "("}, "json"),
+        ({"json": {}, "whitespace_pattern": "("}, "whitespace_pattern"),
         ({"json": {}, "disable_additional_properties": True}, "additionalProperties"),
     ],
 )
@@ -178,6 +178,102 @@ HUGE: dict[str, dict[str, object]] = {
     "gbnf": {"grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(3000)) + 'r3000 ::= "x"'},
     "allOf": {"json": {"allOf": [{"anyOf": [{"minLength": i}, {"const": i}, {"type": "null"}]} for i in range(20)]}},
 }
+
+
+def filled(unit: str, before: str = "") -> str:
+    """`before` and `unit` over and over, as long as may be."""
+    return (before + unit * MAX_BYTES)[:MAX_BYTES]
+
+
+#: Each once made a reader look ahead to the end from every position, or llguidance compile for half a minute.
+REPEATED: dict[str, dict[str, object]] = {
+    "classes": {"regex": filled("[")},
+    "classes that never end": {"regex": "[" * 60_000 + r"\]"},
+    "nested classes": {"regex": filled("[[:")},
+    "names of classes": {"regex": filled(r"\p{")},
+    "repetitions": {"regex": filled("{1,   ")},
+    "space in a repetition": {"regex": filled(" ", "a{1,")},
+    "optional parts": {"regex": filled("a?")},
+    "optional repetitions": {"regex": filled("a{0,2}")},
+    "anything, often": {"regex": filled(".*")},
+    "empty alternatives": {"regex": filled("(a|)")},
+    "optional parts of a pattern": {"json": {"type": "string", "pattern": ".*" * 30_000}},
+    "texts": {"grammar": filled('"' + '\\"' * 9, "start: ")},
+    "expressions": {"grammar": filled("/\\", "start: ")},
+    "empty lines": {"grammar": filled("\n")},
+    "names of the first rule": {"grammar": filled("start ")},
+    "attributes": {"grammar": filled("A[", "start: ")},
+    "marks": {"grammar": filled("!?", "start: ")},
+    "schemas": {"grammar": filled("%json [", "start: ")},
+    "optional texts": {"grammar": 'start: A\nA: "a"' + ' "a"?' * 10_000},
+    "empty alternatives of a terminal": {"grammar": "start: A\nA: " + '("a"|) ' * 9_000},
+    "GBNF rules in the wrong order": {
+        "grammar": "root ::= r0\n"
+        + "".join(f"r{i} ::= r{i + 1}\n" for i in range(900))
+        + 'r900 ::= "x"\nbig ::= '
+        + '""' * 8000
+        + " cycle\ncycle ::= root cycle"
+    },
+    "white space": {"json": {}, "whitespace_pattern": "[" * 1_000_000},
+    "white space, short": {"json": {}, "whitespace_pattern": "(a{1000}){1000}"},
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_no_construct_takes_long_however_often_it_is_there(name: str) -> None:
+    refusal(**REPEATED[name])
+
+
+#: llguidance reads each of these as more than 64 KiB of literal text.
+HIDDEN: dict[str, dict[str, object]] = {
+    "spaces in a repetition": {"regex": "(a{ 1000 }){ 1000 }"},
+    "leading zeros": {"regex": "(a{00000000000000001000}){1000}"},
+    "a bracket in a class in a class": {"regex": "(a{1000}[[a])]){1000}"},
+    "a bracket in a comment": {"regex": "(?x)#[\n(a{1000}){1000}"},
+    "a bracket in a comment of a group": {"regex": "(?ix:#[\n(a{1000}){1000})"},
+    "a bracket in a comment of an expression": {"grammar": "start: /#[\n(a{1000}){1000}/x"},
+    "an expression of two lines": {"grammar": "start: /(a{1000}\n){1000}/"},
+    "what looks like a definition": {"grammar": "start: A\nA: /(a{1000}\nB: ){1000}/"},
+    "tildes": {"grammar": 'start: A\nA: B ~ 1000\nB: "a" ~ 1..1000'},
+    "a bound alone": {"grammar": 'start: A\nA: B{,1000}\nB: "a"{,1000}'},
+    "signs": {"grammar": 'start: A\nA: B{+1000}\nB: "a"{+1000}'},
+    "square brackets": {"grammar": 'start: A\nA: [B]{1000}\nB: ["a"]{1000}'},
+    "a dash in a name": {"grammar": 'start: A-A\nA-A: B-B{1000}\nB-B: "a"{1000}'},
+    "a quote in a special token": {"grammar": 'start: <|"|> A\nA: B{1000}\nB: "a"{1000}'},
+    "a quote in a comment": {"grammar": 'start: A # "\nA: /(a{1000}){1000}/ # "'},
+    "two definitions": {"grammar": 'start: A b\nA: "a"{1000}\nb: %lark {\nstart: B\nA: "a"\nB: A{1000}\n}'},
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_large_grammars_do_not_hide(name: str) -> None:
+    message = refusal(**HIDDEN[name]).message
+    assert "too large" in message or "flag x" in message
+
+
+@pytest.mark.parametrize(
+    "regex", [r"\(?x\)?", "[(?x]", r"[^\]a]{2}", "[[a-c]&&[b-d]]{3}", "(?i:a)(?P<x>b)", r"\x{61}{3}", "(?:a|b|)"]
+)
+def test_brackets_that_are_no_comment_and_no_group_are_fine(regex: str) -> None:
+    assert structured(regex=regex) is not None
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: " + "A{" * 20_000,  # more than any stack holds
+        "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(5000)) + 'r5000: "a"\n',
+        "start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(5000)) + 'T5000: "a"\n',
+        "start: r0\n" + "".join(f"r{i}: (((((r{i + 1})))))\n" for i in range(1000)) + 'r1000: "a"\n',
+    ],
+)
+def test_what_llguidance_would_follow_until_the_process_dies_is_refused(grammar: str) -> None:
+    assert any(word in refusal(grammar=grammar).message for word in ("braces", "too many rules"))
+
+
+@pytest.mark.parametrize("grammar", ["%llguidance {}", "%llguidance {}\n// nothing\n", "", "\n", "# x", "// x"])
+def test_a_grammar_without_rules_is_refused(grammar: str) -> None:
+    assert "grammar" in refusal(grammar=grammar).message
 
 
 @pytest.mark.parametrize("name", HUGE)
