@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from common.sampling import Finish, FinishReason
 from router.chunk import Chunk
 from router.plan import Plan
-from router.text.choice_text import ChoiceText
 from router.text.detokenizer import Detokenizer
-from router.text.stop import StopStrings
+from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
 
 
@@ -39,16 +38,15 @@ class ChoiceReader:
     """Reads the chunks of one choice. `tokenizer` is needed when the plan's text options need text."""
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer | None) -> None:
-        self._text: ChoiceText | None = None
+        self._detokenizer: Detokenizer | None = None
         self._prompt_only = plan.prompt_only
-        self._include_stop = plan.text.include_stop
+        self._include_stop = plan.text.stops.include
+        self._matcher = StopMatcher(plan.text.stops)
         self.versions = VersionSpans()
         self.ended = False
         if plan.text.needed and not plan.prompt_only:
             assert tokenizer is not None, "the planner refuses text without a tokenizer"
-            options = plan.text
-            stops = StopStrings(options.stop, include=options.include_stop, min_tokens=options.min_tokens)
-            self._text = ChoiceText(Detokenizer(tokenizer, plan.token_ids, options.skip_special_tokens), stops)
+            self._detokenizer = Detokenizer(tokenizer, plan.token_ids, plan.text.skip_special_tokens)
 
     def read(self, chunk: Chunk) -> ReadChunk:
         """The part of the chunk that belongs to the choice. Nothing may be read after the end."""
@@ -61,8 +59,11 @@ class ChoiceReader:
         self.ended = chunk.finish is not None
         for token in chunk.tokens:
             self.versions.add(token.weight_version)
-        tail = self._text.finish() if self._text and self.ended and stop is None else ""
-        return ReadChunk(chunk, texts, tail)
+        return ReadChunk(chunk, texts, self._tail() if self.ended and stop is None else "")
+
+    def _tail(self) -> str:
+        """What was held back, and U+FFFD for a cut character."""
+        return "" if self._detokenizer is None else self._matcher.finish() + self._detokenizer.finish()
 
     def _texts(self, chunk: Chunk) -> tuple[tuple[str, ...], str | None]:
         """What each token releases, up to the one that completes a stop string, and that string.
@@ -70,15 +71,15 @@ class ChoiceReader:
         As in vLLM, a stop or end-of-sequence id that ends the choice is no part of its text.
         """
         texts: list[str] = []
-        if self._text is not None:
+        if self._detokenizer is not None:
             for at, token in enumerate(chunk.tokens, start=1):
                 if self._is_stop_token(chunk, at):
                     texts.append("")
                     break
-                fed = self._text.feed([token.token_id])
-                texts.append(fed.text)
-                if fed.stop is not None:
-                    return tuple(texts), fed.stop
+                shown, stop = self._matcher.feed(self._detokenizer.feed(token.token_id))
+                texts.append(shown)
+                if stop is not None:
+                    return tuple(texts), stop
         return tuple(texts), None
 
     def _is_stop_token(self, chunk: Chunk, at: int) -> bool:

@@ -1,12 +1,13 @@
 """What a validated request is made of: plain records between the dialects, the planner and the pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.pb import types_pb2
 from common.routing.record import RoutingLayout
 from common.sampling import SamplingParams
 from router.request_schemas import SamplingFields
+from router.text.stop import StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,13 @@ class TextOptions:
     """What becomes of the tokens' text. Without `shown` and without stop strings nothing is detokenized."""
 
     shown: bool = False
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
+    #: Prepared once for all prompts and choices of a request.
+    stops: StopStrings = field(default_factory=StopStrings)
     skip_special_tokens: bool = True
-    #: Stop strings count from the token after this many.
-    min_tokens: int = 0
 
     @property
     def needed(self) -> bool:
-        return self.shown or bool(self.stop)
+        return self.shown or bool(self.stops.texts)
 
 
 @dataclass(frozen=True, slots=True)

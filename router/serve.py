@@ -27,6 +27,9 @@ from router.validate import check_model_name, request_id
 #: From this size on an answer is encoded in a thread: a few milliseconds on the event loop.
 THREAD_FROM_BYTES = 512 * 1024
 
+#: From so many characters on stop strings are prepared in a thread: about a millisecond.
+THREAD_FROM_STOP_CHARS = 4096
+
 #: What usage numbers that grow and a second weight version add to an event that was measured beforehand.
 ENVELOPE_SLACK_BYTES = 256
 
@@ -66,7 +69,7 @@ async def _job(request: web.Request, clock: RequestClock, incoming: Incoming, as
     check_model_name(incoming.model, app[MODEL].name)
     limits = ModelLimits.of(app[FLEET].model())
     plan = partial(app[PLANNER].plan, ask, name, limits)
-    plans = plan() if ask.sampling.structured_outputs is None else await asyncio.to_thread(plan)
+    plans = await asyncio.to_thread(plan) if _takes_long(ask) else plan()
     num_prompt_tokens = clock.num_prompt_tokens = sum(plan.prompt_len for plan in plans)
     tokenizer = app[TEXT].tokenizer
     return Job(name, app[MODEL].name, int(time.time()), limits, plans, clock, TokenCount(num_prompt_tokens), tokenizer)
@@ -74,6 +77,14 @@ async def _job(request: web.Request, clock: RequestClock, incoming: Incoming, as
 
 def _prefilled(request: web.Request, _: Plan, reply: prefill_pb2.PrefillReply) -> None:
     request.app[METRICS].prefilled(reply)
+
+
+def _takes_long(ask: Ask) -> bool:
+    """Whether planning would hold up the event loop: a grammar is compiled, or long stop strings are prepared."""
+    stop = ask.sampling.stop
+    return ask.sampling.structured_outputs is not None or (
+        isinstance(stop, list) and sum(map(len, stop)) >= THREAD_FROM_STOP_CHARS
+    )
 
 
 async def encoded(num_bytes: int, encode: Callable[[], ValueT]) -> ValueT:
@@ -199,4 +210,4 @@ class _Stream:
 
 
 def _longest(plan: Plan) -> str:
-    return max(plan.text.stop, key=len, default="")
+    return max(plan.text.stops.texts, key=len, default="")

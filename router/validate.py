@@ -17,6 +17,7 @@ from router.plan import Ask, ModelLimits, Plan, TextOptions
 from router.request_schemas import SamplingFields
 from router.text.bad_words import encode_bad_words
 from router.text.grammar import grammar_of_structured_outputs
+from router.text.stop import StopStrings
 from router.text.tokenizer import Tokenizer
 
 ValueT = TypeVar("ValueT")
@@ -213,17 +214,15 @@ class Planner:
 
     def _text(self, ask: Ask) -> TextOptions:
         fields = ask.sampling
-        stop = tuple(_stops(fields))
+        stop = _stops(fields)
         if stop and fields.detokenize is False:
             raise InvalidRequestError("stop strings need detokenize to be true", param="stop")
         if stop:
             tokenizer_or_refusal(self._tokenizer, "stop")
         return TextOptions(
             shown=ask.wants_text,
-            stop=stop,
-            include_stop=bool(fields.include_stop_str_in_output),
+            stops=StopStrings(stop, include=bool(fields.include_stop_str_in_output), min_tokens=fields.min_tokens or 0),
             skip_special_tokens=fields.skip_special_tokens is not False,
-            min_tokens=fields.min_tokens or 0,
         )
 
 

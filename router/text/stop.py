@@ -41,9 +41,10 @@ class _Pattern:
 class StopStrings:
     """Stop strings of a request, prepared once and shared by its choices."""
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False, min_tokens: int = 0) -> None:
+    def __init__(self, stops: Sequence[str] = (), *, include: bool = False, min_tokens: int = 0) -> None:
         """`stops`: none of them empty. `include`: the text keeps the stop string. `min_tokens`: see `StopMatcher`."""
         assert all(stops), "an empty stop string was let through"
+        self.texts = tuple(stops)
         self.patterns = tuple(_Pattern.of(stop) for stop in stops)
         self.include = include
         self.min_tokens = min_tokens
