@@ -43,3 +43,9 @@ METRICS = web.AppKey("metrics", RouterMetrics)
 DOCUMENT = web.AppKey("document", str)
 DOCS_PAGE = web.AppKey("docs_page", str)
 UNKNOWN_FIELDS = web.AppKey("unknown_fields", UnknownFields)
+
+
+def max_model_len(app: web.Application) -> int | None:
+    """The served model's context; None before any worker has answered."""
+    known = app[FLEET].known_model()
+    return known.max_model_len if known else None

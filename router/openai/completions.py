@@ -7,10 +7,10 @@ from aiohttp import web
 
 from router.generate import GENERATE_ERRORS
 from router.json_body import read_body
-from router.keys import METRICS, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS
+from router.keys import METRICS, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS, max_model_len
 from router.openai.completion_answer import CompletionDialect
 from router.openai.fields import OpenAIRequest
-from router.openai.prompts import encode
+from router.openai.prompts import decode, encode
 from router.openai.responses import CompletionResponse, CompletionStreamResponse
 from router.openai.schemas import CompletionRequest
 from router.openai.token_words import TokenWords
@@ -32,7 +32,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         planner = request.app[PLANNER]
         body = await read_body(request, CompletionRequest, request.app[UNKNOWN_FIELDS], planner.check_num_prompts)
         planner.check_fan_out(len(body.texts or body.ids), body.n, "prompt")
-        prompts = await _token_ids(body, tokenizer)
+        prompts = await _token_ids(body, tokenizer, max_model_len(request.app))
         ask = Ask(
             prompts,
             body.sampling(),
@@ -45,7 +45,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         )
         incoming = Incoming(ID_PREFIX, body.request_id, body.model, bool(body.stream))
         words = TokenWords(tokenizer, bool(body.return_tokens_as_token_ids))
-        echoes = _texts(body, tokenizer) if body.echo else None
+        echoes = await _texts(body, tokenizer) if body.echo else None
         return await serve(request, clock, incoming, ask, CompletionDialect(body, settings, words, echoes))
 
 
@@ -59,20 +59,23 @@ async def grammar(body: OpenAIRequest, tokenizer: Tokenizer | None, max_bytes: i
     return await asyncio.to_thread(grammar_of_response_format, wanted.model_dump(by_alias=True), max_bytes=max_bytes)
 
 
-async def _token_ids(body: CompletionRequest, tokenizer: Tokenizer | None) -> Sequence[Sequence[int]]:
+async def _token_ids(
+    body: CompletionRequest, tokenizer: Tokenizer | None, max_model_len: int | None
+) -> Sequence[Sequence[int]]:
     if body.ids:
         return body.ids
     known = tokenizer_or_refusal(tokenizer, "prompt")
-    return await encode(body.texts, known, add_special_tokens=body.add_special_tokens is not False)
+    special = body.add_special_tokens is not False
+    return await encode(body.texts, known, add_special_tokens=special, max_model_len=max_model_len)
 
 
-def _texts(body: CompletionRequest, tokenizer: Tokenizer | None) -> list[str]:
+async def _texts(body: CompletionRequest, tokenizer: Tokenizer | None) -> list[str]:
     """The prompts as the answer echoes them: as they were sent, or decoded; nothing if there is no tokenizer."""
     if body.texts:
         return body.texts
     if tokenizer is None:
         return [""] * len(body.ids)
-    return [tokenizer.decode(ids, not body.writes_special_tokens) for ids in body.ids]
+    return await decode(body.ids, tokenizer, skip_special_tokens=not body.writes_special_tokens)
 
 
 OPERATIONS = (

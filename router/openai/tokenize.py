@@ -8,16 +8,13 @@ from pydantic import BaseModel
 
 from common.errors import InvalidRequestError
 from router.json_body import read_body
-from router.keys import FLEET, MODEL, TEXT, UNKNOWN_FIELDS
-from router.openai.prompts import encode, render
+from router.keys import FLEET, MODEL, TEXT, UNKNOWN_FIELDS, max_model_len
+from router.openai.prompts import THREAD_FROM_TOKENS, decode, encode, render
 from router.openai.responses import DetokenizeResponse, TokenizeResponse
 from router.openai.schemas import DetokenizeRequest, TokenizeRequest
 from router.operation import Operation
 from router.text.tokenizer import Tokenizer
 from router.validate import check_model_name, tokenizer_or_refusal
-
-#: From this many ids on they are decoded in a thread.
-THREAD_FROM_TOKENS = 4096
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -26,22 +23,29 @@ async def tokenize(request: web.Request) -> web.Response:
     check_model_name(body.model, request.app[MODEL].name)
     tokenizer = tokenizer_or_refusal(request.app[TEXT].tokenizer, "prompt" if body.messages is None else "messages")
     tokens = await _tokens(body, tokenizer, request)
-    known = request.app[FLEET].known_model()
-    answer = TokenizeResponse(
-        count=len(tokens),
-        max_model_len=known.max_model_len if known else None,
-        tokens=tokens,
-        token_strs=[tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
-    )
-    return _json(answer)
+    context = max_model_len(request.app)
+
+    def answer() -> bytes:
+        return _json(
+            TokenizeResponse(
+                count=len(tokens),
+                max_model_len=context,
+                tokens=tokens,
+                token_strs=[tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+            )
+        )
+
+    return _answer(answer() if len(tokens) < THREAD_FROM_TOKENS else await asyncio.to_thread(answer))
 
 
 async def _tokens(body: TokenizeRequest, tokenizer: Tokenizer, request: web.Request) -> list[int]:
+    """Of any number: a client may ask in order to learn how far beyond the context a text is."""
     if body.messages is not None:
         special = bool(body.add_special_tokens)
-        return await render(body.messages, body, request.app[TEXT], add_special_tokens=special)
+        tools = request.app[TEXT]
+        return await render(body.messages, body, tools, add_special_tokens=special, max_model_len=None)
     special = body.add_special_tokens is not False
-    (tokens,) = await encode([body.prompt or ""], tokenizer, add_special_tokens=special)
+    (tokens,) = await encode([body.prompt or ""], tokenizer, add_special_tokens=special, max_model_len=None)
     return tokens
 
 
@@ -52,11 +56,10 @@ async def detokenize(request: web.Request) -> web.Response:
     tokenizer = tokenizer_or_refusal(request.app[TEXT].tokenizer, "tokens")
     known = request.app[FLEET].known_model()
     _check_known(body.tokens, max(tokenizer.vocab_size, known.vocab_size if known else 0))
-    if len(body.tokens) < THREAD_FROM_TOKENS:
-        text = tokenizer.decode(body.tokens, False)
-    else:
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
-    return _json(DetokenizeResponse(prompt=text))
+    (text,) = await decode([body.tokens], tokenizer, skip_special_tokens=False)
+    answer = DetokenizeResponse(prompt=text)
+    small = len(body.tokens) < THREAD_FROM_TOKENS
+    return _answer(_json(answer) if small else await asyncio.to_thread(_json, answer))
 
 
 def _check_known(tokens: Sequence[int], vocab_size: int) -> None:
@@ -68,8 +71,12 @@ def _check_known(tokens: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _json(model: BaseModel) -> web.Response:
-    return web.Response(body=model.model_dump_json().encode(), content_type="application/json")
+def _json(model: BaseModel) -> bytes:
+    return model.model_dump_json().encode()
+
+
+def _answer(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
 
 
 OPERATIONS = (

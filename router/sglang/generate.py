@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 from aiohttp import web
 
@@ -10,7 +11,7 @@ from router.calls import task_group
 from router.generate import GENERATE_ERRORS
 from router.job import REQUEST_ID_HEADER
 from router.json_body import read_body
-from router.keys import LIVE, METRICS, PIPELINE, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS
+from router.keys import LIVE, METRICS, PIPELINE, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS, max_model_len
 from router.live import LiveRequest
 from router.operation import Operation
 from router.serve import Incoming, serve
@@ -39,7 +40,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
         sampling, tokenizer = body.sampling_params or SglangSamplingParams(), app[TEXT].tokenizer
         with sglang_names(sampling):
             app[PLANNER].check_fan_out(count_prompts(body), sampling.n, "input_ids" if body.text is None else "text")
-            prompts = await asyncio.to_thread(prompts_of, body, tokenizer) if body.text else prompts_of(body, tokenizer)
+            make = partial(prompts_of, body, tokenizer, max_model_len(app))
+            prompts = await asyncio.to_thread(make) if body.text else make()
             ask = ask_of(body, sampling, prompts, wants_text=tokenizer is not None)
             rid = body.rid if isinstance(body.rid, str) else None
             name = request_id(request.headers.get(REQUEST_ID_HEADER), rid, ID_PREFIX)

@@ -29,11 +29,12 @@ _NAMES = {
 }
 
 
-def prompts_of(body: SglangGenerateRequest, tokenizer: Tokenizer | None) -> list[list[int]]:
+def prompts_of(body: SglangGenerateRequest, tokenizer: Tokenizer | None, max_model_len: int | None) -> list[list[int]]:
     """The prompts as token ids. Encodes texts, which takes a while for long ones.
 
     Raises:
-        InvalidRequestError: not exactly one of `input_ids` and `text`, an empty prompt, or text without a tokenizer.
+        InvalidRequestError: not exactly one of `input_ids` and `text`, an empty prompt, text without a tokenizer, or
+            text that is surely too long for the context.
     """
     if (body.input_ids is None) == (body.text is None):
         raise InvalidRequestError("send exactly one of input_ids and text", param="input_ids")
@@ -41,6 +42,8 @@ def prompts_of(body: SglangGenerateRequest, tokenizer: Tokenizer | None) -> list
         texts = [body.text] if isinstance(body.text, str) else body.text
         _check_not_empty(texts, "text")
         known = tokenizer_or_refusal(tokenizer, "text")
+        for text in texts:
+            known.check_fits(text, max_model_len, param="text")
         return [known.encode(text, add_special_tokens=True, param="text") for text in texts]
     ids: list[int] | list[list[int]] = body.input_ids or []
     prompts = [each for each in ids if isinstance(each, list)] or [[each for each in ids if isinstance(each, int)]]

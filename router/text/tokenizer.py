@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import ConfigError, InvalidRequestError
 from router.text.pieces import PieceDecoder, piece_decoder
+from router.text.token_length import max_token_chars
 
 TOKENIZER_FILE = "tokenizer.json"
 #: Later files win.
@@ -25,14 +26,25 @@ class Tokenizer:
     byte fallback it replaces a whole run of byte tokens, valid characters included, which no stream could do.
     """
 
-    def __init__(self, backend: Backend, decoder: PieceDecoder, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: by role, e.g. {"eos_token": "<|im_end|>"}."""
+    def __init__(
+        self,
+        backend: Backend,
+        decoder: PieceDecoder,
+        special_tokens: Mapping[str, str],
+        max_token_chars: int | None = None,
+    ) -> None:
+        """Args:
+        special_tokens: by role, e.g. {"eos_token": "<|im_end|>"}.
+        max_token_chars: see `router.text.token_length`.
+        """
         self._backend = backend
         self._decoder = decoder
         self._bytes: dict[int, bytes] = {}
         self.special_tokens: Mapping[str, str] = MappingProxyType(dict(special_tokens))
         #: One more than the largest id; the model's vocabulary may be larger.
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        #: Characters of a text that one token stands for at most; None if there is no bound.
+        self.max_token_chars = max_token_chars
         #: Ids that `skip_special_tokens` leaves out.
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         #: Number of leading spaces that a text loses at its very beginning.
@@ -46,6 +58,22 @@ class Tokenizer:
         """
         check_unicode(text, param=param)
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def check_fits(self, text: str, max_model_len: int | None, *, param: str) -> None:
+        """Refuses a text that is too long for the context whatever its tokens are, without encoding it.
+
+        Raises:
+            InvalidRequestError: `param` names the field. Never for what would fit; None is an unknown context.
+        """
+        if max_model_len is None or self.max_token_chars is None:
+            return
+        most = max_model_len * self.max_token_chars
+        if len(text) > most:
+            raise InvalidRequestError(
+                f"{param}: the text has {len(text)} characters; at most {most} can fit into the context of "
+                f"{max_model_len} tokens, because no token has more than {self.max_token_chars}",
+                param=param,
+            )
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
         """Text of ids that begin a text; ids that no token has give nothing."""
@@ -87,7 +115,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     for name in _SETTINGS_FILES:
         if (folder / name).is_file():
             special_tokens |= _special_tokens(read_json_object(folder / name), folder / name)
-    return Tokenizer(_load_backend(path, special_tokens), piece_decoder(spec.get("decoder")), special_tokens)
+    backend = _load_backend(path, special_tokens)
+    return Tokenizer(backend, piece_decoder(spec.get("decoder")), special_tokens, max_token_chars(spec, backend))
 
 
 def read_json_object(path: Path) -> dict[str, object]:

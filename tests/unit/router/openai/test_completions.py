@@ -310,14 +310,33 @@ async def test_format_text_asks_for_nothing(model: str) -> None:
     assert status == 200
 
 
-async def test_long_texts_and_short_ones_are_encoded_alike(model: str) -> None:
-    """A long one is encoded in a thread; that it does not fit is found out from its tokens."""
+async def test_a_text_that_cannot_fit_is_refused_by_its_tokens(model: str) -> None:
     async with running(model=model) as cluster:
-        status, answer = await cluster.post({"prompt": "a" * 5000}, COMPLETIONS)
+        status, answer = await cluster.post({"prompt": "a" * 1000}, COMPLETIONS)
     assert status == 400
-    assert "5001" in answer["error"]["message"]
+    assert "1001" in answer["error"]["message"]
     assert "127" in answer["error"]["message"]
     assert answer["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 1537}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "a" * 1537]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 1537}]}, "messages"),
+        ("/generate", {"text": "a" * 1537}, "text"),
+    ],
+)
+async def test_a_text_beyond_any_tokens_is_refused_by_its_length(
+    model: str, path: str, body: dict[str, object], param: str
+) -> None:
+    """The longest token is <|im_start|>, with 12 characters; 12 * 128 = 1536."""
+    async with running(model=model) as cluster:
+        status, answer = await cluster.post(body, path)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert "1536" in answer["error"]["message"]
+    assert "characters" in answer["error"]["message"]
 
 
 async def test_ids_need_no_tokenizer() -> None:
