@@ -2,15 +2,16 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from router.request_schemas import ListOf, RequestModel
+from router.text.chat_messages import Role, TextKind
 
 
 class TextPart(RequestModel):
     """Text in a message's content."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: TextKind
     text: str
 
 
@@ -19,6 +20,28 @@ class RefusalPart(RequestModel):
 
     type: Literal["refusal"]
     refusal: str
+
+
+def _kind_of_content(value: object) -> str | None:
+    """So that an error is about one form, and a part that is no text is named."""
+    match value:
+        case str():
+            return "text"
+        case list():
+            return "parts"
+        case _:
+            return None
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Tag("parts")],
+    Discriminator(
+        _kind_of_content,
+        custom_error_type="content_type",
+        custom_error_message="send a text, or a list of parts",
+    ),
+]
 
 
 class CalledFunction(RequestModel):
@@ -43,10 +66,8 @@ class Message(RequestModel):
         extra="allow", json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]}
     )
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = Field(
-        None, description="Only an assistant that called tools may have none."
-    )
+    role: Role
+    content: Content | None = Field(None, description="Only an assistant that called tools may have none.")
     tool_calls: ListOf[ToolCall] | None = None
 
     @property

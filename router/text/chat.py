@@ -82,22 +82,12 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: the messages are wrong, or the template refuses them, with its own words.
         """
-        if continue_final_message and add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude one another; set one to false",
-                param="continue_final_message",
-            )
+        _check_end(add_generation_prompt, continue_final_message)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         prepared = template_messages(messages, self._forms[name])
         final = _tag_final(prepared[-1]) if continue_final_message else None
-        settings = {
-            **self._special_tokens,
-            **_checked_variables(variables or {}),
-            "messages": prepared,
-            "tools": tools or None,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        given = {"tools": tools or None, "documents": documents, "add_generation_prompt": add_generation_prompt}
+        settings = {**self._special_tokens, **_checked_variables(variables or {}), "messages": prepared, **given}
         prompt = self._run(self._templates[name], settings)
         if final is not None:
             prompt = _cut_at_tag(prompt, final)
@@ -195,6 +185,14 @@ def _compile(sandbox: ChatSandbox, source: str, origin: str) -> Template:
         raise ConfigError(f"{origin}, line {error.lineno}: {error.message}", param="chat_template") from error
     except (TemplateError, RecursionError) as error:
         raise ConfigError(f"{origin}: {error}", param="chat_template") from error
+
+
+def _check_end(add_generation_prompt: bool, continue_final_message: bool) -> None:
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude one another; set one to false",
+            param="continue_final_message",
+        )
 
 
 def _checked_variables(variables: Mapping[str, object]) -> Mapping[str, object]:

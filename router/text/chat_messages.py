@@ -3,16 +3,21 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from common.errors import InvalidRequestError
 
 #: A message as it came, and as a template gets it.
 Message = Mapping[str, object]
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+#: Types of parts that hold text under the key `text`.
+TextKind = Literal["text", "input_text", "output_text"]
+
+_ROLES: tuple[Role, ...] = get_args(Role)
 _PARAM = "messages"
 #: Part types that are text, with the key that holds it.
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_PARTS = {**dict.fromkeys(get_args(TextKind), "text"), "refusal": "refusal"}
 #: What an assistant may say without content.
 _INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal")
 #: Names that clients and templates use for an assistant's reasoning, the common one first.
@@ -45,8 +50,8 @@ def _template_message(message: Message, place: str, forms: ContentForms) -> dict
     if not isinstance(message, Mapping):
         raise _wrong(place, f"must be an object, got {message!r:.100}")
     given = {key: value for key, value in message.items() if value is not None}
-    if given.get("role") not in ROLES:
-        raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {given.get('role')!r:.100}")
+    if given.get("role") not in _ROLES:
+        raise _wrong(f"{place}.role", f"must be one of {', '.join(_ROLES)}, got {given.get('role')!r:.100}")
     given["content"] = _content(given, place, forms)
     if "tool_calls" in given:
         given["tool_calls"] = _tool_calls(given["tool_calls"], f"{place}.tool_calls")

@@ -173,7 +173,11 @@ async def test_messages(model: str) -> None:
     await _all_refused(model, CHAT, {}, {"messages": messages})
     async with running(model=model) as cluster:
         message = await _refused(cluster, CHAT, {"messages": [{"role": "developer", "content": "a"}]}, "messages")
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        refused = await _refused(cluster, CHAT, {"messages": [image]}, "messages")
     assert "no developers here" in message
+    assert "'image_url'" in refused
+    assert "valid string" not in refused
 
 
 @pytest.mark.parametrize(
