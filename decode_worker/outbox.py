@@ -77,9 +77,10 @@ class Outbox:
         self._ready.set()
 
     def put_prompt_logprobs(self, entries: PromptLogprobs) -> None:
-        """Takes those that came with a handoff; they belong to choice 0 and are void if that has ended."""
-        if 0 not in self._finished:
-            self._batch(0).logprobs.append(entries)
+        """Takes those that came with a handoff; they travel with the first choice that has not ended."""
+        choice = next((c for c in range(self._num_choices) if c not in self._finished), None)
+        if choice is not None:
+            self._batch(choice).logprobs.append(entries)
             self._ready.set()
 
     def _batch(self, choice: int) -> Batch:

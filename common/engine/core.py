@@ -17,7 +17,7 @@ from common.engine.reporter import Reporter
 from common.engine.request import BlocksLeased, EngineEvent, EngineLoad, EngineRequest, RequestId, Work
 from common.engine.scheduler import ScheduledBatch, Scheduler
 from common.engine.sequence import Phase, SequenceState
-from common.errors import HandoffCorruptError, InternalError, InvalidRequestError, MoerelayError, RoutingMissingError
+from common.errors import HandoffCorruptError, InternalError, MoerelayError, RoutingMissingError
 from common.kv.cache import PrefixCache
 from common.kv.pool import BlockPool
 from common.kv.store import KVStore
@@ -132,19 +132,22 @@ class EngineCore:
         if prompt is None or prompt.phase is not Phase.LEASED:
             self._reporter.fail(group, misplaced(group, "the end of a handoff"))
             return
+        try:
+            self._take_over(group, prompt, first_tokens, num_cached)
+        except MoerelayError as error:
+            self._reporter.fail(group, error)
+
+    def _take_over(
+        self, group: ChoiceGroup, prompt: SequenceState, first_tokens: Sequence[SampledToken], num_cached: int
+    ) -> None:
+        """Raises HandoffCorruptError, or what a grammar that is too much for the parser or a missing row causes."""
         if problem := problem_of(prompt, first_tokens, self._vocab_size):
-            self._reporter.fail(group, HandoffCorruptError(problem))
-            return
+            raise HandoffCorruptError(problem)
         if is_of_other_weights(prompt, first_tokens):
             prompt.epoch = None
         self._cache_full_blocks(prompt)
         prompt.num_computed, prompt.num_cached = prompt.num_prompt, num_cached
-        try:
-            self._reporter.first_tokens(group, first_tokens, None)
-        except RoutingMissingError as error:
-            self._reporter.fail(group, error)
-        except InvalidRequestError as error:  # sampled elsewhere, under the same grammar
-            self._reporter.fail(group, HandoffCorruptError(f"the first tokens do not fit: {error.message}"))
+        self._reporter.first_tokens(group, first_tokens, None)
 
     def abort(self, request_id: RequestId, choice: int | None = None) -> None:
         """Ends one choice, or all that are live, with finish reason ABORT, whatever their phase."""

@@ -49,14 +49,16 @@ class Reporter:
         )
 
     def prompt_advanced(self, group: ChoiceGroup, logprobs: PromptLogprobs | None) -> None:
-        """One more part of the prompt, not its end, is there: told with choice 0, unless that was aborted.
+        """One more part of the prompt, not its end, is there: told with the first choice that was not aborted.
 
         Raises:
             RoutingMissingError: a position has no row.
         """
-        rows_TLK = self._take_rows(group.prompt)
-        if 0 in group.open and (logprobs is not None or (rows_TLK is not None and len(rows_TLK))):
-            self.events.append(Progress(group.request.request_id, (), rows_TLK, None, 0, logprobs))
+        rows_TLK, choice = self._take_rows(group.prompt), min(group.open)
+        if choice:  # choice 0 was aborted; the others get their rows with their first token
+            rows_TLK = None
+        if logprobs is not None or (rows_TLK is not None and len(rows_TLK)):
+            self.events.append(Progress(group.request.request_id, (), rows_TLK, None, choice, logprobs))
 
     def first_tokens(self, group: ChoiceGroup, tokens: Sequence[SampledToken], logprobs: PromptLogprobs | None) -> None:
         """The prompt is there, and the first token of every choice: tells them, and forks the choices that go on.
@@ -72,7 +74,8 @@ class Reporter:
         rows_TLK = self._prompt_rows(prompt) if group.open - {0} else None
         tail = self._tail(prompt) if any(going_on) else None
         for choice in sorted(group.open):
-            rows, scores = (rows_TLK, None) if choice else (last_rows_TLK, logprobs)
+            rows = rows_TLK if choice else last_rows_TLK
+            scores = logprobs if choice == min(group.open) else None
             self.events.append(
                 Progress(
                     group.request.request_id,

@@ -84,8 +84,9 @@ class Progress:
     """Work.WHOLE and Work.DECODE: what became available for one choice since its last event; `finish` ends the choice.
 
     `rows_TLK` holds the rows of positions that became final, from `routing_start` on; None when routing is off.
-    With Work.WHOLE an event without tokens brings the rows, and the `prompt_logprobs`, of a prompt chunk. These come
-    with choice 0; the other choices exist from the first token on, and their first event has all rows of the prompt.
+    With Work.WHOLE an event without tokens brings the rows, and the `prompt_logprobs`, of a prompt chunk. The rows come
+    with choice 0, the logprobs with the first choice that was not aborted. The other choices exist from the first token
+    on, and their first event has all rows of the prompt.
     """
 
     request_id: RequestId

@@ -141,8 +141,8 @@ class TokenChunk(_message.Message):
     choice: _builtins.int
     """Index of the choice, below n."""
     prompt_logprobs: _builtins.bytes
-    """Prompt logprobs of the next positions, as `common/prompt_logprobs.py` packs them; with choice 0 only. All of them
-    have been sent once choice 0 has a token.
+    """Prompt logprobs of the next positions, as `common/prompt_logprobs.py` packs them; with the first choice that has not
+    ended. All of them have been sent before any choice has a token.
     """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]: ...

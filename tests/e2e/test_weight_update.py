@@ -154,7 +154,7 @@ def check(
     assert ends[-1] == num_tokens
     labels = [span["version"] for span in versions]
     if not num_tokens:
-        assert (mode, answer.finish_reason, answer.row_parts) == ("abort", "abort", [])
+        assert (mode, answer.finish_reason) == ("abort", "abort")  # rows of the prompt that went ahead are void
         return
     assert len(answer.rows) == len(prompt) + num_tokens - 1
     old, new = labels_in_use

@@ -91,6 +91,9 @@ class Transcript:
                 self.num_cached = event.num_cached
                 self._take_logprobs(event.prompt_logprobs)
             case Progress():
+                self._take_logprobs(event.prompt_logprobs)
+                if event.tokens and self.request.work is Work.WHOLE:
+                    self.assert_all_logprobs()
                 self.all[event.choice]._take_progress(event)
             case Failed():
                 for transcript in self.all:
@@ -107,13 +110,9 @@ class Transcript:
         if event.tokens and self.request.routing_start is not None:
             want = len(self.request.prompt) - self.request.routing_start + len(self.tokens) - 1
             assert sum(len(r) for r in self.rows) == want
-        self._take_logprobs(event.prompt_logprobs)
-        if self.tokens and self.choice == 0 and self.request.work is Work.WHOLE:
-            self.assert_all_logprobs()
 
     def _take_logprobs(self, logprobs: PromptLogprobs | None) -> None:
         if logprobs is not None:
-            assert self.choice == 0
             self.logprobs.append(logprobs)
 
     def assert_all_logprobs(self) -> None:

@@ -148,6 +148,23 @@ def test_a_prompt_of_one_token_has_one_entry_of_zeros() -> None:
     assert got.prompt_logprobs.tobytes() == bytes(24)
 
 
+@pytest.mark.parametrize("after_steps", [0, 1])
+def test_prompt_logprobs_outlive_an_aborted_first_choice(after_steps: int) -> None:
+    """They belong to the prompt: the first choice that is left brings them."""
+    rig = FakeRig(bounds=limits(max_num_batched_tokens=3))
+    request = make_request("a", PROMPT, sampled(3, prompt_logprobs=1))
+    got = rig.submit(request)
+    for _ in range(after_steps):
+        rig.step()
+    rig.core.abort(ID, 0)
+    rig.run()
+    assert got.prompt_logprobs is not None
+    expected = solo(request).prompt_logprobs
+    assert expected is not None
+    assert got.prompt_logprobs.tobytes() == expected.tobytes()
+    rig.assert_baseline()
+
+
 # --- across a handoff
 
 

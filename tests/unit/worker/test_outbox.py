@@ -101,9 +101,15 @@ async def test_prompt_logprobs_coalesce_whichever_way_they_come() -> None:
     assert batch.prompt_logprobs.tobytes() == entries.tobytes()
 
 
-async def test_prompt_logprobs_of_an_aborted_choice_are_void() -> None:
+async def test_prompt_logprobs_travel_with_the_first_choice_that_is_left() -> None:
     outbox = Outbox(2)
     outbox.put(Progress(ID, (), None, Finish(FinishReason.ABORT), 0))
+    outbox.put_prompt_logprobs(empty(1, 0))
+    aborted, left = await outbox.take()
+    assert (aborted.prompt_logprobs, left.choice) == (None, 1)
+    assert left.prompt_logprobs is not None
+    assert len(left.prompt_logprobs) == 1
+    outbox.put(Progress(ID, (), None, Finish(FinishReason.ABORT), 1))
     outbox.put_prompt_logprobs(empty(1, 0))
     [batch] = await outbox.take()
     assert batch.prompt_logprobs is None
