@@ -19,6 +19,7 @@ from router.keys import (
     DOCS_PAGE,
     DOCUMENT,
     FLEET,
+    GRAMMARS,
     LIVE,
     METRICS,
     MODEL,
@@ -38,6 +39,7 @@ from router.pipeline import Pipeline
 from router.sglang.ids import CHOICE_IDS, ChoiceIds
 from router.surface import CONTROL, CONTROL_PATHS, PUBLIC, Surface
 from router.text.chat import load_chat_template
+from router.text.grammar_checker import GrammarChecker
 from router.text.tokenizer import load_tokenizer
 from router.validate import Planner
 
@@ -107,7 +109,7 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     live = app[LIVE] = LiveRequests()
     app[METRICS] = RouterMetrics(lambda: len(live), fleet)
     app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s)
-    async with fleet.running():
+    async with GrammarChecker(settings.max_grammar_bytes) as app[GRAMMARS], fleet.running():
         yield
 
 

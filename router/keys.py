@@ -11,6 +11,7 @@ from router.live import LiveRequests
 from router.metrics import RouterMetrics
 from router.pipeline import Pipeline
 from router.text.chat import ChatTemplate
+from router.text.grammar_checker import GrammarChecker
 from router.text.tokenizer import Tokenizer
 from router.validate import Planner
 
@@ -37,6 +38,7 @@ MODEL = web.AppKey("model", ServedModel)
 FLEET = web.AppKey("fleet", Fleet)
 LIVE = web.AppKey("live", LiveRequests)
 PLANNER = web.AppKey("planner", Planner)
+GRAMMARS = web.AppKey("grammars", GrammarChecker)
 PIPELINE = web.AppKey("pipeline", Pipeline)
 TEXT = web.AppKey("text", TextTools)
 METRICS = web.AppKey("metrics", RouterMetrics)

@@ -40,7 +40,7 @@ class Ask:
     cache_salt: str = ""
     #: The answer shows text.
     wants_text: bool = False
-    #: llguidance's form of a grammar that the dialect knows by another name than `structured_outputs`.
+    #: llguidance's form of what `structured_outputs`, or another field of the dialect, asks for.
     grammar: str | None = None
     #: The answer shows the prompts only; `sampling.max_tokens` is ignored.
     prompt_only: bool = False

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from router.choice import ChoiceReader, ReadChunk, VersionSpans
 from router.chunk import Chunk
 from router.client import send_json
 from router.job import REQUEST_ID_HEADER, ChoiceState, Dialect, Job, Outcome, TokenCount
-from router.keys import FLEET, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT
+from router.keys import FLEET, GRAMMARS, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT
 from router.metrics import RequestClock
 from router.plan import Ask, ModelLimits, Plan
 from router.sse import FRAMING_BYTES, EventStream
@@ -68,7 +68,7 @@ async def _job(request: web.Request, clock: RequestClock, incoming: Incoming, as
     name = request_id(request.headers.get(REQUEST_ID_HEADER), incoming.request_id, incoming.id_prefix)
     check_model_name(incoming.model, app[MODEL].name)
     limits = ModelLimits.of(app[FLEET].model())
-    plan = partial(app[PLANNER].plan, ask, name, limits)
+    plan = partial(app[PLANNER].plan, await _with_grammar(app, ask), name, limits)
     plans = await asyncio.to_thread(plan) if _takes_long(ask) else plan()
     num_prompt_tokens = clock.num_prompt_tokens = sum(plan.prompt_len for plan in plans)
     tokenizer = app[TEXT].tokenizer
@@ -79,12 +79,18 @@ def _prefilled(request: web.Request, _: Plan, reply: prefill_pb2.PrefillReply) -
     request.app[METRICS].prefilled(reply)
 
 
+async def _with_grammar(app: web.Application, ask: Ask) -> Ask:
+    """`structured_outputs` as the grammar that workers follow."""
+    wanted = ask.sampling.structured_outputs
+    if wanted is None:
+        return ask
+    return replace(ask, grammar=await app[GRAMMARS].grammar("structured_outputs", wanted.model_dump(by_alias=True)))
+
+
 def _takes_long(ask: Ask) -> bool:
-    """Whether planning would hold up the event loop: a grammar is compiled, or long stop strings are prepared."""
+    """Whether planning would hold up the event loop, because long stop strings are prepared."""
     stop = ask.sampling.stop
-    return ask.sampling.structured_outputs is not None or (
-        isinstance(stop, list) and sum(map(len, stop)) >= THREAD_FROM_STOP_CHARS
-    )
+    return isinstance(stop, list) and sum(map(len, stop)) >= THREAD_FROM_STOP_CHARS
 
 
 async def encoded(num_bytes: int, encode: Callable[[], ValueT]) -> ValueT:

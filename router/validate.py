@@ -16,7 +16,6 @@ from router.defaults import SamplingDefaults
 from router.plan import Ask, ModelLimits, Plan, TextOptions
 from router.request_schemas import SamplingFields
 from router.text.bad_words import encode_bad_words
-from router.text.grammar import grammar_of_structured_outputs
 from router.text.stop import StopStrings
 from router.text.tokenizer import Tokenizer
 
@@ -198,19 +197,9 @@ class Planner:
         return encode_bad_words(fields.bad_words, tokenizer_or_refusal(self._tokenizer, "bad_words"))
 
     def _grammar(self, ask: Ask) -> str | None:
-        """Compiling one may take a tenth of a second: do not plan such a request on the event loop."""
-        wanted = ask.sampling.structured_outputs
-        grammar = ask.grammar
-        if wanted is not None:
-            if grammar is not None:
-                raise InvalidRequestError(
-                    "structured_outputs and response_format exclude one another", param="response_format"
-                )
-            limit = self._settings.max_grammar_bytes
-            grammar = grammar_of_structured_outputs(wanted.model_dump(by_alias=True), max_bytes=limit)
-        if grammar is not None:
+        if ask.grammar is not None:
             tokenizer_or_refusal(self._tokenizer, "structured_outputs")
-        return grammar
+        return ask.grammar
 
     def _text(self, ask: Ask) -> TextOptions:
         fields = ask.sampling

@@ -1,7 +1,7 @@
 """The control routes by SGLang's names: schemas and mapping, no logic of their own.
 
-What is wrong with an update's request is a 400 with `success` false, as SGLang's clients expect; whatever else goes wrong looks as on
-every route.
+What is wrong with an update's request is a 400 with `success` false, as SGLang's clients expect; whatever else goes
+wrong looks as on every route.
 """
 
 from typing import Literal

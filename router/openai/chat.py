@@ -42,7 +42,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             wants_text=True,
-            grammar=await grammar(body, tools.tokenizer, settings.max_grammar_bytes),
+            grammar=await grammar(request.app, body),
         )
         incoming = Incoming(ID_PREFIX, body.request_id, body.model, bool(body.stream))
         words = TokenWords(tools.tokenizer, bool(body.return_tokens_as_token_ids))

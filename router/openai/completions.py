@@ -1,13 +1,12 @@
 """POST /v1/completions."""
 
-import asyncio
 from collections.abc import Sequence
 
 from aiohttp import web
 
 from router.generate import GENERATE_ERRORS
 from router.json_body import read_body
-from router.keys import METRICS, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS, max_model_len
+from router.keys import GRAMMARS, METRICS, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS, max_model_len
 from router.openai.completion_answer import CompletionDialect
 from router.openai.fields import OpenAIRequest
 from router.openai.prompts import decode, encode
@@ -17,7 +16,6 @@ from router.openai.token_words import TokenWords
 from router.operation import Operation
 from router.plan import Ask
 from router.serve import Incoming, serve
-from router.text.grammar import grammar_of_response_format
 from router.text.tokenizer import Tokenizer
 from router.validate import tokenizer_or_refusal
 
@@ -40,7 +38,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             wants_text=tokenizer is not None,
-            grammar=await grammar(body, tokenizer, settings.max_grammar_bytes),
+            grammar=await grammar(request.app, body),
             prompt_only=body.max_tokens == 0,
         )
         incoming = Incoming(ID_PREFIX, body.request_id, body.model, bool(body.stream))
@@ -49,14 +47,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return await serve(request, clock, incoming, ask, CompletionDialect(body, settings, words, echoes))
 
 
-async def grammar(body: OpenAIRequest, tokenizer: Tokenizer | None, max_bytes: int) -> str | None:
+async def grammar(app: web.Application, body: OpenAIRequest) -> str | None:
     """What `response_format` demands. Raises InvalidRequestError if it cannot be met."""
     wanted = body.wanted_format
     if wanted is None:
         return None
-    tokenizer_or_refusal(tokenizer, "response_format")
-    # Checking a large schema takes about a tenth of a second.
-    return await asyncio.to_thread(grammar_of_response_format, wanted.model_dump(by_alias=True), max_bytes=max_bytes)
+    tokenizer_or_refusal(app[TEXT].tokenizer, "response_format")
+    return await app[GRAMMARS].grammar("response_format", wanted.model_dump(by_alias=True))
 
 
 async def _token_ids(

@@ -1,0 +1,125 @@
+"""Grammars that clients choose, checked by a child process: whatever they cost, the router goes on."""
+
+import asyncio
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Literal, Self
+
+import structlog
+
+from common.errors import InvalidRequestError, UnavailableError
+
+Param = Literal["structured_outputs", "response_format"]
+
+#: Wall time of one check, start of the child included: several times what it may compute, because cores may be busy.
+CHECK_TIMEOUT_S = 10.0
+
+#: Rollouts send one grammar again and again.
+NUM_REMEMBERED = 256
+
+#: Longest answer line: a grammar grows a little when it is wrapped.
+MAX_LINE_BYTES = 64 * 2**20
+
+log = structlog.get_logger()
+
+
+class GrammarChecker:
+    """One child, started with the first grammar and anew after each that it did not survive; one check at a time."""
+
+    def __init__(self, max_bytes: int, *, timeout_s: float = CHECK_TIMEOUT_S) -> None:
+        """`max_bytes`: longest schema, regex or grammar."""
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+        self._child: asyncio.subprocess.Process | None = None
+        self._known: OrderedDict[str, str | None] = OrderedDict()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end_child()
+
+    async def grammar(self, param: Param, fields: Mapping[str, object]) -> str | None:
+        """llguidance's form of what `structured_outputs` or `response_format` asks for; None if it asks for nothing.
+
+        Raises:
+            InvalidRequestError: it is wrong, or takes too much to compile.
+            UnavailableError: no child can be started.
+        """
+        line = json.dumps({"param": param, "fields": fields, "max_bytes": self._max_bytes})
+        if line in self._known:
+            self._known.move_to_end(line)
+            return self._known[line]
+        async with self._turn:
+            reply = await self._ask(param, line)
+        if "message" in reply:
+            raise InvalidRequestError(str(reply["message"]), param=reply["param"])
+        self._remember(line, reply["grammar"])
+        return reply["grammar"]
+
+    def _remember(self, line: str, grammar: str | None) -> None:
+        self._known[line] = grammar
+        if len(self._known) > NUM_REMEMBERED:
+            self._known.popitem(last=False)
+
+    async def _ask(self, param: Param, line: str) -> dict[str, str | None]:
+        """The child's answer. A child that is not done with a question is of no use any more, also if cancelled."""
+        answered = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await self._exchange(line)
+            answered = reply is not None
+        except TimeoutError:
+            reply = None
+        finally:
+            if not answered:
+                await asyncio.shield(self._end_child())
+        if reply is None:
+            log.warning("grammar_too_costly", param=param, grammar_bytes=len(line))
+            raise InvalidRequestError(
+                f"{param}: takes too much time or memory to compile; make it simpler", param=param
+            )
+        return reply
+
+    async def _exchange(self, line: str) -> dict[str, str | None] | None:
+        """None if the child died of the question."""
+        child = await self._living_child()
+        assert child.stdin is not None, "the child has pipes"
+        assert child.stdout is not None, "the child has pipes"
+        try:
+            child.stdin.write(line.encode() + b"\n")
+            await child.stdin.drain()
+            answer = await child.stdout.readline()
+        except ConnectionError:
+            return None
+        if not answer:
+            return None
+        reply: dict[str, str | None] = json.loads(answer)
+        return reply
+
+    async def _living_child(self) -> asyncio.subprocess.Process:
+        if self._child is None or self._child.returncode is not None:
+            try:
+                self._child = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "router.text.grammar_child",
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    limit=MAX_LINE_BYTES,
+                )
+            except OSError as error:
+                raise UnavailableError(f"no process for structured outputs can be started: {error}") from error
+        return self._child
+
+    async def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None and child.returncode is None:
+            child.kill()
+            await child.wait()

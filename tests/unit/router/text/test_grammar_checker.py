@@ -1,0 +1,85 @@
+"""Grammars in a child process: right answers, and whatever a grammar does to the child, the next one is answered."""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError
+from router.text.grammar import grammar_of_response_format, grammar_of_structured_outputs
+from router.text.grammar_checker import GrammarChecker
+
+MAX_BYTES = 2**16
+
+
+def child_pid(checker: GrammarChecker) -> int | None:
+    return None if checker._child is None else checker._child.pid
+
+
+async def test_answers_are_those_of_the_checks_themselves() -> None:
+    async with GrammarChecker(MAX_BYTES) as checker:
+        for fields in ({"regex": "a+"}, {"choice": ["x", "é"]}, {"json": {"type": "object"}}, {}):
+            expected = grammar_of_structured_outputs(fields, max_bytes=MAX_BYTES)
+            assert await checker.grammar("structured_outputs", fields) == expected
+        wanted: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+        expected = grammar_of_response_format(wanted, max_bytes=MAX_BYTES)
+        assert await checker.grammar("response_format", wanted) == expected
+
+
+async def test_refusals_keep_their_words() -> None:
+    async with GrammarChecker(5) as checker:
+        with pytest.raises(InvalidRequestError, match="regex has 6 bytes, more than the 5 allowed") as caught:
+            await checker.grammar("structured_outputs", {"regex": "abcdef"})
+        assert caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("multiple", [999983, 223092870])
+async def test_a_grammar_that_explodes_is_refused_and_the_next_one_answered(multiple: int) -> None:
+    """llguidance builds an automaton with a state per remainder: gigabytes, minutes."""
+    async with GrammarChecker(MAX_BYTES, timeout_s=2.0) as checker:
+        begun = time.monotonic()
+        with pytest.raises(InvalidRequestError, match="make it simpler") as caught:
+            await checker.grammar("structured_outputs", {"json": {"type": "integer", "multipleOf": multiple}})
+        assert caught.value.param == "structured_outputs"
+        assert time.monotonic() - begun < 10
+        assert await checker.grammar("structured_outputs", {"regex": "b"}) is not None
+
+
+async def test_a_child_that_died_is_replaced() -> None:
+    async with GrammarChecker(MAX_BYTES) as checker:
+        assert await checker.grammar("structured_outputs", {"regex": "a"}) is not None
+        pid = child_pid(checker)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        outcomes = []
+        for text in ("b", "c"):  # the first may meet the dying child
+            try:
+                outcomes.append(await checker.grammar("structured_outputs", {"regex": text}))
+            except InvalidRequestError:
+                outcomes.append(None)
+        assert outcomes[-1] is not None
+
+
+async def test_a_known_grammar_needs_no_child() -> None:
+    async with GrammarChecker(MAX_BYTES) as checker:
+        first = await checker.grammar("structured_outputs", {"regex": "a"})
+    assert child_pid(checker) is None
+    assert await checker.grammar("structured_outputs", {"regex": "a"}) == first
+    assert child_pid(checker) is None
+
+
+async def test_a_client_that_leaves_ends_the_check() -> None:
+    async with GrammarChecker(MAX_BYTES) as checker:
+        await checker.grammar("structured_outputs", {"regex": "a"})
+        pid = child_pid(checker)
+        asked = asyncio.ensure_future(
+            checker.grammar("structured_outputs", {"json": {"type": "integer", "multipleOf": 223092870}})
+        )
+        await asyncio.sleep(0)  # it has its turn and has written its question
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert await checker.grammar("structured_outputs", {"regex": "b"}) is not None
+        assert child_pid(checker) != pid
