@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,7 +17,6 @@ from common.handoff.messages import Generation, TransferId
 from common.handoff.sender import HandoffSender, Transfer
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.prompt_logprobs import PromptLogprobs
-from common.sampling import SampledToken
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
 from common.worker.requests import engine_request as to_engine_request
