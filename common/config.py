@@ -181,6 +181,7 @@ class ApiSettings(LinkSettings):
     max_n: int = Field(128, gt=0, description="Largest number of choices per request.")
     max_logprobs: int = Field(20, ge=0, description="Largest number of logprobs per token.")
     max_prompts: int = Field(128, gt=0, description="Largest number of prompts per request.")
+    max_messages: int = Field(4096, gt=0, description="Largest number of messages, and of tools, of a chat.")
     max_stop_strings: int = Field(64, gt=0, description="Largest number of stop strings, and of bad words.")
     max_stop_chars: int = Field(1024, gt=0, description="Longest stop string or bad word, in characters.")
     max_mask_ids: int = Field(2**24, gt=0, description="Most ids that all sampling masks of a request may have.")

@@ -102,6 +102,13 @@ class Planner:
             if isinstance(value, list) and isinstance((*value[:1], None)[0], str | list):
                 _check_at_most(name, len(value), self._settings.max_prompts, "prompts")
 
+    def check_num_messages(self, sent: Mapping[str, object]) -> None:
+        """For conversations; `sent` is the body's JSON object. Raises InvalidRequestError if one has too many."""
+        for name in ("messages", "tools", "documents"):
+            value = sent.get(name)
+            if isinstance(value, list):
+                _check_at_most(name, len(value), self._settings.max_messages, "entries")
+
     def check_fan_out(self, num_prompts: int, n: int | None, prompt_param: str) -> None:
         """For dialects that make something of every prompt or choice, a text's ids say, before they can plan.
 

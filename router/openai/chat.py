@@ -8,7 +8,7 @@ from aiohttp import web
 from common.errors import InvalidRequestError
 from router.generate import GENERATE_ERRORS
 from router.json_body import read_body
-from router.keys import METRICS, SETTINGS, TEXT, UNKNOWN_FIELDS, max_model_len
+from router.keys import METRICS, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS, max_model_len
 from router.openai.chat_answer import ChatDialect
 from router.openai.completions import grammar
 from router.openai.prompts import render
@@ -27,7 +27,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Messages in, the next message out."""
     settings, tools = request.app[SETTINGS], request.app[TEXT]
     with request.app[METRICS].request("chat_completions") as clock, _named_as_in_chat():
-        body = await read_body(request, ChatCompletionRequest, request.app[UNKNOWN_FIELDS])
+        check = request.app[PLANNER].check_num_messages
+        body = await read_body(request, ChatCompletionRequest, request.app[UNKNOWN_FIELDS], check)
         prompt = await render(
             body.messages,
             body,

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from common.errors import InvalidRequestError
 from router.json_body import read_body
-from router.keys import FLEET, MODEL, TEXT, UNKNOWN_FIELDS, max_model_len
+from router.keys import FLEET, MODEL, PLANNER, TEXT, UNKNOWN_FIELDS, max_model_len
 from router.openai.prompts import THREAD_FROM_TOKENS, decode, encode, render
 from router.openai.responses import DetokenizeResponse, TokenizeResponse
 from router.openai.schemas import DetokenizeRequest, TokenizeRequest
@@ -19,7 +19,8 @@ from router.validate import check_model_name, tokenizer_or_refusal
 
 async def tokenize(request: web.Request) -> web.Response:
     """The ids of a text, or of the prompt that messages make."""
-    body = await read_body(request, TokenizeRequest, request.app[UNKNOWN_FIELDS])
+    check = request.app[PLANNER].check_num_messages
+    body = await read_body(request, TokenizeRequest, request.app[UNKNOWN_FIELDS], check)
     check_model_name(body.model, request.app[MODEL].name)
     tokenizer = tokenizer_or_refusal(request.app[TEXT].tokenizer, "prompt" if body.messages is None else "messages")
     tokens = await _tokens(body, tokenizer, request)

@@ -60,6 +60,7 @@ def test_every_error_is_listed_with_its_status() -> None:
         ("max-body-bytes", "32 MiB"),
         ("body-timeout-s", "60 s"),
         ("max-prompts", "128"),
+        ("max-messages", "4096"),
         ("max-n", "128"),
         ("max-logprobs", "20"),
         ("max-stop-strings", "64"),

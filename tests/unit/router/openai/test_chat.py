@@ -287,3 +287,15 @@ async def test_without_a_template_or_a_tokenizer(model_without_template: str) ->
         status, answer = await cluster.post({"messages": HELLO}, CHAT)
     assert (status, answer["error"]["param"]) == (400, "messages")
     assert "tokenizer" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["messages", "tools", "documents"])
+async def test_conversations_are_bounded(model: str, field: str) -> None:
+    """Before any of it is read: a message costs microseconds, and a body has room for a million."""
+    entry = {"messages": {"role": "user", "content": "a"}, "tools": {"type": "function"}, "documents": {}}[field]
+    async with running(model=model, max_messages=3) as cluster:
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1} | {field: [entry] * 4}
+        status, answer = await cluster.post(body, "/v1/chat/completions")
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert "at most 3, got 4" in answer["error"]["message"]
+        await cluster.canary()
