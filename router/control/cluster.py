@@ -98,9 +98,10 @@ class ClusterControl:
                 await self._fleet.refresh()
 
     async def is_paused(self) -> bool:
-        """Whether no decode worker takes requests."""
-        decode = [worker for worker in await self.workers() if worker.side == "decode"]
-        return bool(decode) and all(worker.paused for worker in decode)
+        """Whether nothing is served because all workers of one side are paused."""
+        workers = await self.workers()
+        sides = [[worker.paused for worker in workers if worker.side == side] for side in ("prefill", "decode")]
+        return any(paused and all(paused) for paused in sides)
 
     async def _pause_workers(self, workers: Sequence[Worker], mode: PauseMode) -> None:
         request = worker_pb2.PauseRequest(mode=_MODES[mode])

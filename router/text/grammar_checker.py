@@ -1,6 +1,7 @@
 """Grammars that clients choose, checked by a child process: whatever they cost, the router goes on."""
 
 import asyncio
+import hashlib
 import json
 import sys
 from collections import OrderedDict
@@ -14,11 +15,17 @@ from common.errors import InvalidRequestError, UnavailableError
 
 Param = Literal["structured_outputs", "response_format"]
 
-#: Wall time of one check, start of the child included: several times what it may compute, because cores may be busy.
-CHECK_TIMEOUT_S = 10.0
+#: `{"grammar"}`, or `{"message", "param"}` of a refusal.
+Reply = dict[str, str | None]
 
-#: Rollouts send one grammar again and again.
+#: Wall time of one check, start of the child included: several times what it may compute, because cores may be busy.
+CHECK_TIMEOUT_S = 5.0
+
+#: Rollouts send one grammar again and again, a good one as well as a bad one.
 NUM_REMEMBERED = 256
+
+#: A grammar's bytes may become six characters each in JSON, and other fields stand around it.
+MAX_QUESTION_FACTOR, MAX_QUESTION_EXTRA = 6, 64 * 2**10
 
 #: Longest answer line: a grammar grows a little when it is wrapped.
 MAX_LINE_BYTES = 64 * 2**20
@@ -35,7 +42,8 @@ class GrammarChecker:
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
         self._child: asyncio.subprocess.Process | None = None
-        self._known: OrderedDict[str, str | None] = OrderedDict()
+        #: Answers by the digest of their question.
+        self._known: OrderedDict[bytes, Reply] = OrderedDict()
 
     async def __aenter__(self) -> Self:
         return self
@@ -53,22 +61,26 @@ class GrammarChecker:
             UnavailableError: no child can be started.
         """
         line = json.dumps({"param": param, "fields": fields, "max_bytes": self._max_bytes})
-        if line in self._known:
-            self._known.move_to_end(line)
-            return self._known[line]
-        async with self._turn:
-            reply = await self._ask(param, line)
+        limit = MAX_QUESTION_FACTOR * self._max_bytes + MAX_QUESTION_EXTRA
+        if len(line) > limit:
+            raise InvalidRequestError(f"{param}: has {len(line)} characters of JSON, at most {limit}", param=param)
+        reply = await self._reply(param, line)
         if "message" in reply:
             raise InvalidRequestError(str(reply["message"]), param=reply["param"])
-        self._remember(line, reply["grammar"])
         return reply["grammar"]
 
-    def _remember(self, line: str, grammar: str | None) -> None:
-        self._known[line] = grammar
+    async def _reply(self, param: Param, line: str) -> Reply:
+        digest = hashlib.sha256(line.encode()).digest()
+        if digest not in self._known:
+            async with self._turn:
+                if digest not in self._known:  # somebody else may have asked the same before
+                    self._known[digest] = await self._ask(param, line)
         if len(self._known) > NUM_REMEMBERED:
             self._known.popitem(last=False)
+        self._known.move_to_end(digest)
+        return self._known[digest]
 
-    async def _ask(self, param: Param, line: str) -> dict[str, str | None]:
+    async def _ask(self, param: Param, line: str) -> Reply:
         """The child's answer. A child that is not done with a question is of no use any more, also if cancelled."""
         answered = False
         try:
@@ -81,13 +93,11 @@ class GrammarChecker:
             if not answered:
                 await asyncio.shield(self._end_child())
         if reply is None:
-            log.warning("grammar_too_costly", param=param, grammar_bytes=len(line))
-            raise InvalidRequestError(
-                f"{param}: takes too much time or memory to compile; make it simpler", param=param
-            )
+            log.warning("grammar_too_costly", param=param, num_chars=len(line))
+            return {"message": f"{param}: takes too much time or memory to compile; make it simpler", "param": param}
         return reply
 
-    async def _exchange(self, line: str) -> dict[str, str | None] | None:
+    async def _exchange(self, line: str) -> Reply | None:
         """None if the child died of the question."""
         child = await self._living_child()
         assert child.stdin is not None, "the child has pipes"
@@ -100,7 +110,7 @@ class GrammarChecker:
             return None
         if not answer:
             return None
-        reply: dict[str, str | None] = json.loads(answer)
+        reply: Reply = json.loads(answer)
         return reply
 
     async def _living_child(self) -> asyncio.subprocess.Process:
@@ -112,6 +122,8 @@ class GrammarChecker:
                     "router.text.grammar_child",
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
+                    # The router's own may be a pipe that somebody reads to its end.
+                    stderr=asyncio.subprocess.DEVNULL,
                     limit=MAX_LINE_BYTES,
                 )
             except OSError as error:

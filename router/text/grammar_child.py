@@ -4,8 +4,10 @@ Compiling a grammar that a client chose may take any time and memory, in code th
 llguidance can interrupt. One JSON object per line comes in, one goes out; see `router.text.grammar_checker`.
 """
 
+import ctypes
 import json
 import resource
+import signal
 import sys
 import time
 
@@ -17,6 +19,12 @@ MAX_CPU_S = 0.5
 
 #: Address space; the libraries alone take about a quarter of it.
 MAX_MEMORY_BYTES = 2 * 2**30
+
+#: What one question may take before the kernel ends this process: the router gives up earlier, if it still lives.
+KILL_AFTER_CPU_S = 30
+
+#: prctl(PR_SET_PDEATHSIG, signal), Linux.
+_PR_SET_PDEATHSIG = 1
 
 _CHECKS = {
     "structured_outputs": grammar_of_structured_outputs,
@@ -40,7 +48,11 @@ def answer(line: str) -> dict[str, str | None]:
 def main() -> None:
     """Until the router closes the pipe."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for line in sys.stdin:
+        limit = int(time.process_time()) + KILL_AFTER_CPU_S
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         sys.stdout.write(json.dumps(answer(line)) + "\n")
         sys.stdout.flush()
 

@@ -57,7 +57,9 @@ class Tokenizer:
             InvalidRequestError: a lone surrogate, which is no character; `param` names the field.
         """
         check_unicode(text, param=param)
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Not `encode`: that holds the interpreter's lock for as long as it takes, in whatever thread it runs.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def check_fits(self, text: str, max_model_len: int | None, *, param: str) -> None:
         """Refuses a text that is too long for the context whatever its tokens are, without encoding it.

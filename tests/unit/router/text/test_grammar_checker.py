@@ -71,6 +71,26 @@ async def test_a_known_grammar_needs_no_child() -> None:
     assert child_pid(checker) is None
 
 
+async def test_refusals_are_remembered_and_asked_for_once() -> None:
+    """A group of rollouts with one bad schema: the first waits, the others learn from it."""
+    fields = {"json": {"type": "integer", "multipleOf": 223092870}}
+    async with GrammarChecker(MAX_BYTES, timeout_s=1.0) as checker:
+        begun = time.monotonic()
+        asked = [checker.grammar("structured_outputs", fields) for _ in range(20)]
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {InvalidRequestError}
+        assert time.monotonic() - begun < 5
+
+
+async def test_questions_are_bounded_and_not_kept() -> None:
+    """Fields that are no grammar: a pattern that is not used, a description."""
+    async with GrammarChecker(100) as checker:
+        with pytest.raises(InvalidRequestError, match="characters of JSON, at most 66136"):
+            await checker.grammar("structured_outputs", {"regex": "a", "whitespace_pattern": "x" * 70_000})
+        assert await checker.grammar("structured_outputs", {"regex": "a"}) is not None
+        assert sum(map(len, checker._known)) == 32
+
+
 async def test_a_client_that_leaves_ends_the_check() -> None:
     async with GrammarChecker(MAX_BYTES) as checker:
         await checker.grammar("structured_outputs", {"regex": "a"})
