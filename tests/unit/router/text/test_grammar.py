@@ -36,10 +36,11 @@ def formatted(**fields: object) -> str | None:
 
 def refusal(**fields: object) -> InvalidRequestError:
     """The refusal, and it came fast."""
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(InvalidRequestError) as caught:
         structured(**fields)
-    assert time.perf_counter() - start < 1.0  # 0.2 s on a machine that does nothing else
+    # 0.2 s of computing where nothing else runs; what is not linear takes minutes.
+    assert time.process_time() - start < 3.0
     assert caught.value.param == "structured_outputs"
     assert len(caught.value.message) < 700
     return caught.value
