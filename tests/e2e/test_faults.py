@@ -24,8 +24,7 @@ from tests.e2e.test_routing_rows import prompt_of
 pytestmark = pytest.mark.cluster
 
 MODEL_FLAGS = ("--dtype", "float32", "--num-kv-blocks", "160", "--max-num-batched-tokens", "16", "--num-threads", "1")
-#: A process needs about two seconds on an idle machine; the tests share few cores with one another.
-EXIT_S = 10.0
+EXIT_S = 5.0
 
 
 @asynccontextmanager
