@@ -5,6 +5,7 @@ from aiohttp import web
 from common.errors import InvalidRequestError, NotFoundError
 from router.answer import GenerateDialect
 from router.calls import task_group
+from router.json_answer import json_answer
 from router.json_body import read_body
 from router.keys import LIVE, METRICS, PIPELINE, SETTINGS, UNKNOWN_FIELDS
 from router.operation import Operation
@@ -60,7 +61,7 @@ async def abort_requests(request: web.Request) -> web.Response:
         for found in live.values():
             group.create_task(request.app[PIPELINE].abort(found))
     answer = AbortRequestsResponse(aborted=list(live), unknown=unknown)
-    return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
+    return json_answer(answer)
 
 
 #: What every route that generates may end with, beside what any route may.

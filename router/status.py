@@ -3,13 +3,13 @@
 from importlib.metadata import version
 
 from aiohttp import web
-from pydantic import BaseModel
 
 from common.errors import UnavailableError
 from common.messages import ROLE_NAMES
 from common.pb import worker_pb2
 from router.exposition import exposition
 from router.fleet import Fleet
+from router.json_answer import json_answer
 from router.keys import DOCS_PAGE, DOCUMENT, FLEET, LIVE, METRICS, MODEL, SETTINGS
 from router.operation import Operation
 from router.response_schemas import (
@@ -29,14 +29,14 @@ VERSION = version("moerelay")
 
 async def live(_: web.Request) -> web.Response:
     """200 while the process runs."""
-    return _json(LiveResponse(status="ok"))
+    return json_answer(LiveResponse(status="ok"))
 
 
 async def health(request: web.Request) -> web.Response:
     """200 while there is a pair of workers that can serve, draining and paused or not. Raises UnavailableError."""
     fleet = request.app[FLEET]
     fleet.require_pair()
-    return _json(HealthResponse(status="ok", exact=fleet.exact()))
+    return json_answer(HealthResponse(status="ok", exact=fleet.exact()))
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -59,7 +59,7 @@ async def models(request: web.Request) -> web.Response:
         parent=None,
         max_model_len=known.max_model_len if known else None,
     )
-    return _json(ModelList(object="list", data=[card]))
+    return json_answer(ModelList(object="list", data=[card]))
 
 
 async def cluster(request: web.Request) -> web.Response:
@@ -71,7 +71,7 @@ async def cluster(request: web.Request) -> web.Response:
         model=app[MODEL].name,
         version=VERSION,
     )
-    return _json(ClusterView(router=router, workers=_views(app[FLEET])))
+    return json_answer(ClusterView(router=router, workers=_views(app[FLEET])))
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -82,7 +82,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def show_version(_: web.Request) -> web.Response:
-    return _json(VersionResponse(version=VERSION))
+    return json_answer(VersionResponse(version=VERSION))
 
 
 async def openapi(request: web.Request) -> web.Response:
@@ -91,10 +91,6 @@ async def openapi(request: web.Request) -> web.Response:
 
 async def docs(request: web.Request) -> web.Response:
     return web.Response(text=request.app[DOCS_PAGE], content_type="text/html", charset="utf-8")
-
-
-def _json(answer: BaseModel) -> web.Response:
-    return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
 
 
 def _views(fleet: Fleet) -> list[WorkerView]:

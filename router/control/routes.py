@@ -24,6 +24,7 @@ from router.control.schemas import (
     WeightInfoResponse,
     WorkerWeights,
 )
+from router.json_answer import json_answer
 from router.json_body import read_body
 from router.keys import FLEET, UNKNOWN_FIELDS
 from router.operation import Operation
@@ -42,7 +43,7 @@ async def pause(request: web.Request) -> web.Response:
     options = await read_options(request, PauseOptions)
     clear_cache = options.clear_cache is not False
     await request.app[CLUSTER_CONTROL].pause(_mode(options), clear_cache=clear_cache)
-    return _json(StatusResponse(status="paused"))
+    return json_answer(StatusResponse(status="paused"))
 
 
 def _mode(options: PauseOptions) -> PauseMode:
@@ -56,18 +57,18 @@ def _mode(options: PauseOptions) -> PauseMode:
 
 async def resume(request: web.Request) -> web.Response:
     await request.app[CLUSTER_CONTROL].resume()
-    return _json(StatusResponse(status="resumed"))
+    return json_answer(StatusResponse(status="resumed"))
 
 
 async def is_paused(request: web.Request) -> web.Response:
-    return _json(PausedResponse(is_paused=await request.app[CLUSTER_CONTROL].is_paused()))
+    return json_answer(PausedResponse(is_paused=await request.app[CLUSTER_CONTROL].is_paused()))
 
 
 async def update_weights(request: web.Request) -> web.Response:
     body = await read_body(request, UpdateWeightsRequest, request.app[UNKNOWN_FIELDS])
     control = request.app[CLUSTER_CONTROL]
     update = await control.update_weights(_path(body), body.version, mode=body.mode or "keep")
-    return _json(
+    return json_answer(
         UpdateWeightsResponse(
             version=update.version, fingerprint=update.fingerprint, num_paused_requests=update.num_paused_requests
         )
@@ -106,33 +107,29 @@ async def weight_info(request: web.Request) -> web.Response:
         num_updates=control.num_updates,
         workers=views,
     )
-    return _json(info)
+    return json_answer(info)
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     num_blocks = await request.app[CLUSTER_CONTROL].reset_prefix_cache()
-    return _json(ResetCacheResponse(status="reset", num_blocks=num_blocks))
+    return json_answer(ResetCacheResponse(status="reset", num_blocks=num_blocks))
 
 
 async def sleep(request: web.Request) -> web.Response:
     options = await read_options(request, SleepOptions)
     await request.app[CLUSTER_CONTROL].sleep(options.level or 1, options.mode or "abort")
-    return _json(StatusResponse(status="asleep"))
+    return json_answer(StatusResponse(status="asleep"))
 
 
 async def wake_up(request: web.Request) -> web.Response:
     options = await read_options(request, WakeOptions, repeated=frozenset({"tags"}))
     await request.app[CLUSTER_CONTROL].wake_up(resume=options.tags is None or set(options.tags) != {"weights"})
-    return _json(StatusResponse(status="awake"))
+    return json_answer(StatusResponse(status="awake"))
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
     level = await request.app[CLUSTER_CONTROL].sleep_level()
-    return _json(SleepingResponse(is_sleeping=level > 0, level=level))
-
-
-def _json(answer: BaseModel) -> web.Response:
-    return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
+    return json_answer(SleepingResponse(is_sleeping=level > 0, level=level))
 
 
 CONTROL_ROUTES: tuple[web.RouteDef, ...] = (

@@ -7,12 +7,13 @@ wrong looks as on every route.
 from typing import Literal
 
 from aiohttp import web
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from common.errors import InvalidRequestError
 from router.control.cluster import PauseMode
 from router.control.keys import CLUSTER_CONTROL
 from router.control.options import read_options
+from router.json_answer import json_answer
 from router.json_body import read_body
 from router.keys import FLEET, UNKNOWN_FIELDS
 from router.operation import Operation
@@ -68,12 +69,12 @@ class WeightVersionResponse(ResponseModel):
 async def pause_generation(request: web.Request) -> web.Response:
     body = await read_options(request, PauseGenerationRequest)
     await request.app[CLUSTER_CONTROL].pause(_MODES[body.mode or "abort"])
-    return _json(GenerationResponse(message="Generation is paused.", status="ok"))
+    return json_answer(GenerationResponse(message="Generation is paused.", status="ok"))
 
 
 async def continue_generation(request: web.Request) -> web.Response:
     await request.app[CLUSTER_CONTROL].resume()
-    return _json(GenerationResponse(message="Generation goes on.", status="ok"))
+    return json_answer(GenerationResponse(message="Generation goes on.", status="ok"))
 
 
 async def flush_cache(request: web.Request) -> web.Response:
@@ -91,20 +92,18 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
             stay_paused=bool(body.keep_pause),
         )
     except InvalidRequestError as error:
-        return _json(UpdateWeightsFromDiskResponse(success=False, message=error.message, num_paused_requests=0), 400)
+        return json_answer(
+            UpdateWeightsFromDiskResponse(success=False, message=error.message, num_paused_requests=0), 400
+        )
     message = f"The weights of {body.model_path} are in use as version {update.version}."
-    return _json(
+    return json_answer(
         UpdateWeightsFromDiskResponse(success=True, message=message, num_paused_requests=update.num_paused_requests)
     )
 
 
 async def get_weight_version(request: web.Request) -> web.Response:
     served = request.app[FLEET].known_model()
-    return _json(WeightVersionResponse(weight_version=served.weight_version if served else None))
-
-
-def _json(answer: BaseModel, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=answer.model_dump_json().encode(), content_type="application/json")
+    return json_answer(WeightVersionResponse(weight_version=served.weight_version if served else None))
 
 
 ROUTES: tuple[web.RouteDef, ...] = (

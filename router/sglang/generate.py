@@ -10,6 +10,7 @@ from common.errors import InvalidRequestError, NotFoundError
 from router.calls import task_group
 from router.generate import GENERATE_ERRORS
 from router.job import REQUEST_ID_HEADER
+from router.json_answer import json_answer
 from router.json_body import read_body
 from router.keys import LIVE, METRICS, PIPELINE, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS, max_model_len
 from router.live import LiveRequest
@@ -81,7 +82,7 @@ async def abort_request(request: web.Request) -> web.Response:
         for live, ref in targets.values():
             group.create_task(request.app[PIPELINE].abort(live, None if ref is None else (ref.prompt, ref.choice)))
     answer = SglangAbortAnswer(aborted=list(targets))
-    return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
+    return json_answer(answer)
 
 
 def _targets(app: web.Application, rid: str | None) -> Mapping[str, tuple[LiveRequest, ChoiceRef | None]]:

@@ -4,11 +4,11 @@ import asyncio
 from importlib.metadata import version
 
 from aiohttp import web
-from pydantic import BaseModel
 
 from common.errors import MoerelayError, UnavailableError
 from common.pb import prefill_pb2
 from router.chunk import Chunk
+from router.json_answer import json_answer
 from router.keys import FLEET, LIVE, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT
 from router.operation import Operation
 from router.plan import Ask, ModelLimits, Plan
@@ -34,7 +34,7 @@ async def health_generate(request: web.Request) -> web.Response:
         raise UnavailableError(f"no token within {HEALTH_TIMEOUT_S:g} s") from None
     except MoerelayError as error:
         raise UnavailableError(f"no token could be generated: {error.message}") from error
-    return _json(SglangHealth(status="ok"))
+    return json_answer(SglangHealth(status="ok"))
 
 
 async def _generate_one(app: web.Application) -> None:
@@ -64,7 +64,7 @@ async def model_info(request: web.Request) -> web.Response:
         has_image_understanding=False,
         has_audio_understanding=False,
     )
-    return _json(info)
+    return json_answer(info)
 
 
 async def server_info(request: web.Request) -> web.Response:
@@ -80,15 +80,11 @@ async def server_info(request: web.Request) -> web.Response:
         context_length=known.max_model_len if known else None,
         weight_version=known.weight_version if known else None,
     )
-    return _json(info)
+    return json_answer(info)
 
 
 def _tokenizer_path(app: web.Application) -> str | None:
     return None if app[TEXT].tokenizer is None else app[MODEL].root
-
-
-def _json(answer: BaseModel) -> web.Response:
-    return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
 
 
 OPERATIONS = (
