@@ -41,6 +41,8 @@ class EngineRequest:
     matcher: GrammarMatcher | None = field(default=None, compare=False)
     #: Only requests with the same one share cached prefixes.
     cache_salt: str = ""
+    #: Work.DECODE: the prompt is computed here if no more of its tokens than this are missing from the prefix cache.
+    local_prefill_max_tokens: int = 0
 
     @property
     def num_slots(self) -> int:
@@ -60,6 +62,14 @@ class BlocksLeased:
 
     request_id: RequestId
     blocks: tuple[BlockId, ...]
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillsLocally:
+    """Work.DECODE: so little of the prompt is missing here that no handoff is awaited; goes on like Work.WHOLE."""
+
+    request_id: RequestId
     num_cached: int = 0
 
 
@@ -107,7 +117,7 @@ class Failed:
     error: MoerelayError
 
 
-EngineEvent = BlocksLeased | PromptAdvanced | Progress | Failed
+EngineEvent = BlocksLeased | PrefillsLocally | PromptAdvanced | Progress | Failed
 
 
 @dataclass(frozen=True, slots=True)
