@@ -1,5 +1,6 @@
 """The safetensors files of a checkpoint as one set of named tensors, read through mmap."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,76 @@ _SINGLE = "model.safetensors"
 _DERIVED = (".rotary_emb.inv_freq",)
 
 
-class CheckpointFiles:
+#: Types that hold plain values, in the spelling of safetensors.
+_PLAIN_DTYPES = ("F32", "BF16", "F16", "F64")
+
+
+class CheckpointTensors(ABC):
+    """The named tensors of a checkpoint; a context manager, because files are open behind it.
+
+    A name that is not there is the caller's bug (KeyError); `check` is where wrong checkpoints are found.
+    """
+
+    path: Path
+    #: What reading every tensor once amounts to; for progress bars.
+    num_bytes: int
+
+    @abstractmethod
+    def names(self) -> Collection[str]: ...
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def dtype(self, name: str) -> str:
+        """Type of the values that `read` returns, in the spelling of safetensors: F32, BF16, F8_E4M3, ..."""
+
+    @abstractmethod
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, on the CPU and not to be written to; valid while the files are open. May not be contiguous."""
+
+    @abstractmethod
+    def read_slice(self, name: str, index: int) -> torch.Tensor:
+        """Equals `read(name)[index]` without reading the rest: one expert of a tensor that holds all of them."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names()
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], *, optional: Collection[str]) -> None:
+        """Raises CheckpointError unless there are exactly the expected tensors, in the expected shapes."""
+        missing = [name for name in expected if name not in self]
+        if missing:
+            raise CheckpointError(f"{self.path}: {_some(missing)} missing; is the download complete?")
+        known = expected.keys() | set(optional)
+        unknown = [name for name in self.names() if name not in known and not name.endswith(_DERIVED)]
+        if unknown:
+            raise CheckpointError(f"{self.path}: {_some(unknown)} unknown to this architecture; does config.json fit?")
+        for name, shape in expected.items():
+            self._check_tensor(name, shape)
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        if self.shape(name) != shape:
+            found = list(self.shape(name))
+            raise CheckpointError(f"{self.path}: {name} has shape {found}, but config.json asks for {list(shape)}")
+        if self.dtype(name) not in _PLAIN_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: {name} is stored as {self.dtype(name)}, but must be one of {', '.join(_PLAIN_DTYPES)} "
+                "unless quantization_config in config.json says how to read it"
+            )
+
+
+class CheckpointFiles(CheckpointTensors):
     """Opens all files of a checkpoint directory: those of its index, else the single file, else every file.
 
     Raises:
@@ -35,38 +105,26 @@ class CheckpointFiles:
         for file in paths:
             self._open(file)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
+    def dtype(self, name: str) -> str:
+        return str(self._file_of[name].get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
+
     def read(self, name: str) -> torch.Tensor:
-        """The tensor as it stands in the file, on the CPU; valid while the files are open."""
+        """The tensor as it stands in the file."""
         tensor: torch.Tensor = self._file_of[name].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], *, optional: Collection[str]) -> None:
-        """Raises CheckpointError unless the files hold exactly the expected tensors, in the expected shapes."""
-        missing = [name for name in expected if name not in self]
-        if missing:
-            raise CheckpointError(f"{self.path}: {_some(missing)} missing; is the download complete?")
-        known = expected.keys() | set(optional)
-        unknown = [name for name in self._file_of if name not in known and not name.endswith(_DERIVED)]
-        if unknown:
-            raise CheckpointError(f"{self.path}: {_some(unknown)} unknown to this architecture; does config.json fit?")
-        for name, shape in expected.items():
-            if self.shape(name) != shape:
-                found = list(self.shape(name))
-                raise CheckpointError(f"{self.path}: {name} has shape {found}, but config.json asks for {list(shape)}")
+    def read_slice(self, name: str, index: int) -> torch.Tensor:
+        tensor: torch.Tensor = self._file_of[name].get_slice(name)[index]  # type: ignore[no-untyped-call]
+        return tensor
+
+    def close(self) -> None:
+        self._stack.close()
 
     def _open(self, file: Path) -> None:
         try:
