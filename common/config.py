@@ -124,6 +124,14 @@ class HandoffSettings(LogSettings):
     handoff_credit_bytes: ByteSize = Field(64 * 2**20, description="Bytes one handoff may have in flight.")
 
 
+class LocalPrefillSettings(LogSettings):
+    """Which prompts a decode worker computes itself."""
+
+    local_prefill_max_tokens: int = Field(
+        0, ge=0, description="Decode workers prefill prompts of which no more tokens than this are uncached; 0: none."
+    )
+
+
 class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings):
     """One prefill or decode worker."""
 
@@ -142,7 +150,7 @@ class PrefillSettings(WorkerSettings):
     """moerelay prefill worker: computes prompts and hands KV and routing rows to decode workers."""
 
 
-class DecodeSettings(WorkerSettings):
+class DecodeSettings(WorkerSettings, LocalPrefillSettings):
     """moerelay decode worker: receives handoffs (or, as role both, prefills itself) and generates tokens."""
 
     role: Literal["decode", "both"] = Field("decode", description="both: prefill here too, no handoff.")
@@ -193,6 +201,9 @@ class ApiSettings(LinkSettings):
     heartbeat_timeout_s: Seconds = Field(3.0, description="A worker silent for this long is suspect.")
     connect_timeout_s: Seconds = Field(3.0, description="Time for a worker to accept a request.")
     client_stall_timeout_s: Seconds = Field(120.0, description="A client that reads nothing for this long is gone.")
+    allow_aggregated_fallback: CliImplicitFlag[bool] = Field(
+        False, description="Without a healthy prefill worker, decode workers prefill themselves."
+    )
 
 
 class RouterSettings(ApiSettings):
@@ -209,7 +220,7 @@ class RouterSettings(ApiSettings):
     enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Return routing rows.")
 
 
-class UpSettings(ModelSettings, HandoffSettings, ApiSettings):
+class UpSettings(ModelSettings, HandoffSettings, LocalPrefillSettings, ApiSettings):
     """Start a whole cluster on this machine and print one line on stdout when it serves."""
 
     prefill: int = Field(1, ge=0, description="Number of prefill workers; none in aggregated mode.")

@@ -30,7 +30,7 @@ from common.errors import (
 )
 
 #: Version of the gRPC services, compared when workers pair; the handoff has its own, compared in its handshake.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from common.engine.request import BlocksLeased, EngineEvent, Failed, Progress
+from common.engine.request import BlocksLeased, EngineEvent, Failed, PrefillsLocally, Progress
 from common.errors import MoerelayError
 from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
@@ -40,7 +40,7 @@ class Outbox:
     """A coalescing mailbox for one reader. Bounded: a choice never produces more than its context holds."""
 
     def __init__(self, num_choices: int = 1) -> None:
-        self._leased: asyncio.Future[BlocksLeased] = asyncio.get_running_loop().create_future()
+        self._admitted: asyncio.Future[BlocksLeased | PrefillsLocally] = asyncio.get_running_loop().create_future()
         self._ready = asyncio.Event()
         #: Every choice has finished, or the request has failed.
         self._over = asyncio.Event()
@@ -52,8 +52,8 @@ class Outbox:
     def put(self, event: EngineEvent) -> None:
         """Takes one engine event of this request."""
         match event:
-            case BlocksLeased():
-                self._leased.set_result(event)
+            case BlocksLeased() | PrefillsLocally():
+                self._admitted.set_result(event)
             case Progress():
                 self._put_progress(event)
             case Failed(error=error):
@@ -92,21 +92,21 @@ class Outbox:
         self._over.set()
         self._ready.set()
 
-    async def leased(self) -> BlocksLeased | None:
-        """Waits until there are enough free blocks; None if the request ended before.
+    async def admitted(self) -> BlocksLeased | PrefillsLocally | None:
+        """Work.DECODE: waits until there are enough free blocks; None if the request ended before.
 
         Raises:
             MoerelayError: the request failed while it waited.
         """
         ended = asyncio.create_task(self._over.wait())
         try:
-            waiting: list[asyncio.Future[Any]] = [self._leased, ended]
+            waiting: list[asyncio.Future[Any]] = [self._admitted, ended]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
         if self._error is not None:
             raise self._error
-        return self._leased.result() if self._leased.done() else None
+        return self._admitted.result() if self._admitted.done() else None
 
     async def take(self) -> list[Batch]:
         """Waits until there is something, and returns all of it, one batch for each choice that has some.

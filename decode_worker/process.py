@@ -28,7 +28,9 @@ async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> No
     instance_id = new_instance_id()
     intake = Intake(core.engine)
     async with running_engine(core), _handoffs(settings, core, intake, instance_id) as (receiver, endpoint):
-        service = DecodeService(core, receiver, intake, lifecycle)
+        service = DecodeService(
+            core, receiver, intake, lifecycle, local_prefill_max_tokens=settings.local_prefill_max_tokens
+        )
         worker_service, metrics = add_worker_service(
             server,
             settings,
@@ -41,6 +43,7 @@ async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> No
         )
         if receiver is not None:
             _handoff_metrics(metrics, receiver, intake)
+            service.local_prefills.register(metrics)
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
         own_service = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
         await server.run([worker_service, own_service], core.engine_ended())

@@ -7,7 +7,7 @@ from functools import partial
 import grpc
 import structlog
 
-from common.engine.request import EngineRequest, RequestId, Work
+from common.engine.request import BlocksLeased, EngineRequest, PrefillsLocally, RequestId, Work
 from common.errors import InvalidRequestError
 from common.handoff.leases import LeaseRef
 from common.handoff.receiver import HandoffReceiver
@@ -17,6 +17,7 @@ from common.worker.lifecycle import Lifecycle
 from common.worker.requests import engine_request as to_engine_request
 from decode_worker.chunks import Chunker
 from decode_worker.intake import Intake
+from decode_worker.local_prefills import Cause, LocalPrefills
 from decode_worker.outbox import Outbox
 
 log = structlog.get_logger()
@@ -40,15 +41,27 @@ class _Call:
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """Streams all choices of one prompt per call; whatever ends the call frees the request's blocks and lease."""
+    """Streams all choices of one prompt per call; whatever ends the call frees the request's blocks and lease.
+
+    Where a handoff could be taken, prompts of which no more than `local_prefill_max_tokens` are missing from the prefix
+    cache are computed here nevertheless.
+    """
 
     def __init__(
-        self, core: WorkerCore, receiver: HandoffReceiver | None, intake: Intake, lifecycle: Lifecycle
+        self,
+        core: WorkerCore,
+        receiver: HandoffReceiver | None,
+        intake: Intake,
+        lifecycle: Lifecycle,
+        *,
+        local_prefill_max_tokens: int = 0,
     ) -> None:
+        self.local_prefills = LocalPrefills()
         self._core = core
         self._receiver = receiver
         self._intake = intake
         self._lifecycle = lifecycle
+        self._local_prefill_max_tokens = local_prefill_max_tokens
         self._live: dict[RequestId, _Call] = {}
         self._freeing: set[asyncio.Task[None]] = set()
 
@@ -88,24 +101,45 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         ):
             call = self._live[request_id] = _Call(request.sampling.n)
             try:
-                engine_request = await to_engine_request(request, work, self._core.description, self._core.grammars)
+                engine_request = await to_engine_request(
+                    request,
+                    work,
+                    self._core.description,
+                    self._core.grammars,
+                    local_prefill_max_tokens=self._local_prefill_max_tokens if remote else 0,
+                )
                 self._core.engine.submit(engine_request)
                 # Aborts that came before the engine knew the request.
                 for choice in sorted(call.aborted):
                     self._core.engine.abort(request_id, choice)
                 if remote:
-                    await self._lease(engine_request, call, outbox, context)
+                    await self._admit(engine_request, call, outbox, context)
+                elif self._receiver is not None:
+                    self.local_prefills.count(Cause.WHOLE_REQUEST, request_id, len(request.token_ids), 0)
                 await self._stream(call, outbox, context)
             finally:
                 await self._free(request_id)
 
-    async def _lease(self, request: EngineRequest, call: _Call, outbox: Outbox, context: Context) -> None:
-        """Waits for blocks, then invites the handoff; does nothing if the request was aborted while it waited."""
-        assert self._receiver is not None
-        leased = await outbox.leased()
-        if leased is None or call.is_aborted:
+    async def _admit(self, request: EngineRequest, call: _Call, outbox: Outbox, context: Context) -> None:
+        """Waits for blocks, then invites the handoff, or says that none is needed.
+
+        Does nothing if the request was aborted while it waited.
+        """
+        admitted = await outbox.admitted()
+        if admitted is None or call.is_aborted:
+            return
+        if isinstance(admitted, PrefillsLocally):
+            num_cached = admitted.num_cached
+            self.local_prefills.count(Cause.SHORT_PROMPT, request.request_id, len(request.prompt), num_cached)
+            local = decode_pb2.LocalPrefill(num_cached_tokens=num_cached)
+            await context.write(decode_pb2.GenerateEvent(local_prefill=local))
             return
         self._intake.expect(request.request_id, outbox)
+        await self._lease(request, admitted, call, context)
+
+    async def _lease(self, request: EngineRequest, leased: BlocksLeased, call: _Call, context: Context) -> None:
+        """Grants what a prefill worker needs to know, and tells it."""
+        assert self._receiver is not None
         lease = self._receiver.grant(
             request.request_id,
             leased.blocks,

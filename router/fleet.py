@@ -21,10 +21,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The workers of one choice; `prefill` is None when the decode worker computes the prompt itself."""
+    """The workers of one choice; `prefill` is None when the decode worker computes the prompt itself.
+
+    `fallback`: it does so only because no prefill worker is healthy.
+    """
 
     decode: Worker
     prefill: Worker | None
+    fallback: bool = False
 
 
 class Fleet:
@@ -33,6 +37,7 @@ class Fleet:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._ticks = count(1)
+        self._was_falling_back = False
         sides: list[tuple[Side, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
         self.workers: Sequence[Worker] = [
             Worker(
@@ -88,6 +93,17 @@ class Fleet:
             elif worker.refused and not reason:
                 log.info("worker_accepted", worker=worker.id, address=worker.address)
             worker.refused = reason
+        self._tell_fallback()
+
+    def _tell_fallback(self) -> None:
+        """Says when decode workers begin to compute all prompts, and when that is over."""
+        if self.falls_back() is self._was_falling_back:
+            return
+        self._was_falling_back = not self._was_falling_back
+        if self._was_falling_back:
+            log.warning("aggregated_fallback", reason="; ".join(self._complaints()) or "there is no prefill worker")
+        else:
+            log.info("aggregated_fallback_over", can_serve=self.can_serve())
 
     def _refusal(self, worker: Worker, reference: worker_pb2.WorkerStatus | None) -> str | None:
         if worker.status is None:
@@ -109,7 +125,8 @@ class Fleet:
                 Member(worker.status, healthy=worker.state is State.HEALTHY, draining=worker.state is State.DRAINING)
                 for worker in sorted(alive, key=lambda worker: worker.side)  # decode workers first
                 if worker.status and self._misfit(worker, worker.status) is None
-            ]
+            ],
+            fallback=self.allows_fallback,
         )
 
     def model(self) -> types_pb2.ModelDescription:
@@ -125,6 +142,15 @@ class Fleet:
     def can_serve(self) -> bool:
         """Whether `pick` would find a pair."""
         return bool(self._awake()[0])
+
+    @property
+    def allows_fallback(self) -> bool:
+        """Whether decode workers may compute prompts while no prefill worker is healthy."""
+        return self._settings.allow_aggregated_fallback
+
+    def falls_back(self) -> bool:
+        """Whether decode workers compute prompts now only because no prefill worker is healthy."""
+        return self._lacks_prefill() and any(not _prefills_itself(worker) for worker in self._usable_decode())
 
     def known_model(self) -> types_pb2.ModelDescription | None:
         """The model that is served, or would be; None before any worker that could be used has answered."""
@@ -143,7 +169,9 @@ class Fleet:
         """
         decode, prefill = self._candidates()
         chosen = self._choose(decode)
-        return Pair(chosen, None if _prefills_itself(chosen) else self._choose(prefill))
+        if _prefills_itself(chosen):
+            return Pair(chosen, None)
+        return Pair(chosen, self._choose(prefill)) if prefill else Pair(chosen, None, fallback=True)
 
     def _candidates(self) -> tuple[list[Worker], list[Worker]]:
         """Decode workers that may take a choice (at least one), and prefill workers for those that need one."""
@@ -157,14 +185,19 @@ class Fleet:
         """Usable workers that are not paused; no decode worker that needs a prefill worker if all of those are."""
         prefill = [worker for worker in self._usable_prefill() if not worker.paused]
         usable = [worker for worker in self._usable_decode() if not worker.paused]
-        return [worker for worker in usable if prefill or _prefills_itself(worker)], prefill
+        served = bool(prefill) or self._lacks_prefill()
+        return [worker for worker in usable if served or _prefills_itself(worker)], prefill
 
     def _usable_prefill(self) -> list[Worker]:
         return [w for w in self.workers if w.side == "prefill" and w.usable]
 
     def _usable_decode(self) -> list[Worker]:
-        prefill = self._usable_prefill()
-        return [w for w in self.workers if w.side == "decode" and w.usable and (prefill or _prefills_itself(w))]
+        served = bool(self._usable_prefill()) or self._lacks_prefill()
+        return [w for w in self.workers if w.side == "decode" and w.usable and (served or _prefills_itself(w))]
+
+    def _lacks_prefill(self) -> bool:
+        """Decode workers have to do without, and may: not while there are prefill workers that are only paused."""
+        return self.allows_fallback and not self._usable_prefill()
 
     def _choose(self, workers: Sequence[Worker]) -> Worker:
         by_address = {worker.address: worker for worker in workers}

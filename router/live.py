@@ -10,11 +10,12 @@ from router.failure import Failure
 from router.fleet import Pair
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LivePrompt:
     """A prompt that workers know about (or are about to)."""
 
     request_id: str
+    #: Without prefill from the moment on at which decode says that it needs none.
     pair: Pair
     #: Position of the prompt in the request.
     index: int

@@ -46,6 +46,11 @@ class RouterMetrics:
             "Choices moved to another worker; always 0, because a lost worker ends its requests in an error.",
             registry=registry,
         )
+        self._fallbacks = Counter(
+            "moerelay_aggregated_fallbacks",
+            "Prompts sent to a decode worker as a whole, because no prefill worker was healthy.",
+            registry=registry,
+        )
         labels = ["worker", "role"]
         self._up = Gauge("moerelay_worker_up", "1 if the worker is healthy.", labels, registry=registry)
         self._refused = Gauge("moerelay_worker_refused", "1 if the worker does not fit.", labels, registry=registry)
@@ -62,6 +67,10 @@ class RouterMetrics:
         """A prefill worker has handed a prompt over."""
         self._prefill.observe(reply.compute_s)
         self._handoff_tail.observe(reply.handoff_tail_s)
+
+    def fell_back(self) -> None:
+        """A prompt goes to a decode worker as a whole, because no prefill worker is healthy."""
+        self._fallbacks.inc()
 
     @contextmanager
     def request(self, endpoint: str) -> Iterator["RequestClock"]:

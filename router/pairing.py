@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
 
 from common.pb import types_pb2, worker_pb2
 from common.rpc import PROTOCOL_VERSION
@@ -16,26 +18,38 @@ class Member:
     draining: bool
 
 
-def leader(members: Iterable[Member]) -> worker_pb2.WorkerStatus | None:
+class Service(IntEnum):
+    """What a group of workers can do; more is better."""
+
+    NONE = 0
+    #: Decode workers compute the prompts too, because no prefill worker fits.
+    FALLBACK = 1
+    FULL = 2
+
+
+def leader(members: Iterable[Member], *, fallback: bool = False) -> worker_pb2.WorkerStatus | None:
     """The first worker of the group that serves; a group is all workers with the same description.
 
-    A group that can serve goes before one that cannot, a larger one before a smaller one, then the one whose first
-    member comes first. So one worker that was started wrong never takes the others down.
+    A group that can serve goes before one that cannot, one with prefill workers before one that falls back (if
+    `fallback` allows that), a larger one before a smaller one, then the one whose first member comes first. So one
+    worker that was started wrong never takes the others down.
     """
     groups: dict[bytes, list[Member]] = {}
     for member in members:
         groups.setdefault(_description(member.status), []).append(member)
-    return max(groups.values(), key=_rank)[0].status if groups else None
+    return max(groups.values(), key=partial(_rank, fallback=fallback))[0].status if groups else None
 
 
-def _rank(group: Sequence[Member]) -> tuple[bool, bool, int]:
-    now = _can_serve(member for member in group if member.healthy)
-    return now, _can_serve(group), sum(not member.draining for member in group)
+def _rank(group: Sequence[Member], *, fallback: bool) -> tuple[Service, Service, int]:
+    now = _service([member for member in group if member.healthy], fallback=fallback)
+    return now, _service(group, fallback=fallback), sum(not member.draining for member in group)
 
 
-def _can_serve(group: Iterable[Member]) -> bool:
+def _service(group: Sequence[Member], *, fallback: bool) -> Service:
     roles = {member.status.role for member in group}
-    return types_pb2.ROLE_BOTH in roles or {types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE} <= roles
+    if types_pb2.ROLE_BOTH in roles or {types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE} <= roles:
+        return Service.FULL
+    return Service.FALLBACK if fallback and types_pb2.ROLE_DECODE in roles else Service.NONE
 
 
 def _description(status: worker_pb2.WorkerStatus) -> bytes:

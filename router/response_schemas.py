@@ -194,10 +194,14 @@ class ModelList(ResponseModel):
 
 
 class HealthResponse(ResponseModel):
-    """`exact`: every worker that may be used promises bitwise equality with a solo run."""
+    """`exact`: every worker that may be used promises bitwise equality with a solo run.
+
+    `fallback`: decode workers compute the prompts too, because no prefill worker is healthy.
+    """
 
     status: Literal["ok"]
     exact: bool
+    fallback: bool
 
 
 class LiveResponse(ResponseModel):
@@ -213,11 +217,12 @@ class VersionResponse(ResponseModel):
 
 
 class RouterView(ResponseModel):
-    """The router's own state; `in_flight` counts live requests."""
+    """The router's own state; `in_flight` counts live requests, `fallback` is that of /health."""
 
     in_flight: int
     draining: bool
     ready: bool
+    fallback: bool
     model: str
     version: str
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from common.pb import prefill_pb2
 from common.routing.codec import numpy2base64
 from common.routing.record import RoutingArray
 from common.sampling import Finish, FinishReason
@@ -58,7 +57,7 @@ async def serve(
     job = await _job(request, clock, incoming, ask)
     with request.app[LIVE].register(job.request_id) as live:
         answer = _Stream(request, job, dialect) if incoming.stream else _WholeAnswer(request, job, dialect)
-        await request.app[PIPELINE].run(job.plans, answer.take, live, partial(_prefilled, request))
+        await request.app[PIPELINE].run(job.plans, answer.take, live, request.app[METRICS])
         return await answer.end()
 
 
@@ -73,10 +72,6 @@ async def _job(request: web.Request, clock: RequestClock, incoming: Incoming, as
     num_prompt_tokens = clock.num_prompt_tokens = sum(plan.prompt_len for plan in plans)
     tokenizer = app[TEXT].tokenizer
     return Job(name, app[MODEL].name, int(time.time()), limits, plans, clock, TokenCount(num_prompt_tokens), tokenizer)
-
-
-def _prefilled(request: web.Request, _: Plan, reply: prefill_pb2.PrefillReply) -> None:
-    request.app[METRICS].prefilled(reply)
 
 
 async def _with_grammar(app: web.Application, ask: Ask) -> Ask:

@@ -33,10 +33,10 @@ async def live(_: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while there is a pair of workers that can serve, draining and paused or not. Raises UnavailableError."""
+    """200 while there is a pair of workers that can serve, paused or not, or a fallback. Raises UnavailableError."""
     fleet = request.app[FLEET]
     fleet.require_pair()
-    return json_answer(HealthResponse(status="ok", exact=fleet.exact()))
+    return json_answer(HealthResponse(status="ok", exact=fleet.exact(), fallback=fleet.falls_back()))
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -68,6 +68,7 @@ async def cluster(request: web.Request) -> web.Response:
         in_flight=len(app[LIVE]),
         draining=app[LIVE].draining,
         ready=not app[LIVE].draining and app[FLEET].can_serve(),
+        fallback=app[FLEET].falls_back(),
         model=app[MODEL].name,
         version=VERSION,
     )

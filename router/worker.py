@@ -118,6 +118,11 @@ class Worker:
         self._dependents_at_heartbeat = len(self._dependents)
         self._state.heard(time.monotonic(), draining=status.draining)
 
+    async def abort(self, request: worker_pb2.AbortRequest, timeout_s: float) -> bool:
+        """Ends a request, or one of its choices; False if the worker knows no such request. Raises MoerelayError."""
+        with worker_errors(self.id):
+            return (await self.control.Abort(request, timeout=timeout_s)).found
+
     def suspect(self) -> None:
         """A request found the worker gone: it gets no other until the next heartbeat is answered."""
         self._state.suspect()

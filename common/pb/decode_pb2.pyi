@@ -29,18 +29,18 @@ class _PrefillSiteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefillSi
     DESCRIPTOR: _descriptor.EnumDescriptor
     PREFILL_SITE_UNSPECIFIED: _PrefillSite.ValueType  # 0
     PREFILL_SITE_REMOTE: _PrefillSite.ValueType  # 1
-    """On a prefill worker, which sends a handoff."""
+    """On a prefill worker, which sends a handoff; or here, if this worker says so in its first event."""
     PREFILL_SITE_LOCAL: _PrefillSite.ValueType  # 2
-    """On this worker."""
+    """On this worker, whatever its role."""
 
 class PrefillSite(_PrefillSite, metaclass=_PrefillSiteEnumTypeWrapper):
     """Where the prompt is computed."""
 
 PREFILL_SITE_UNSPECIFIED: PrefillSite.ValueType  # 0
 PREFILL_SITE_REMOTE: PrefillSite.ValueType  # 1
-"""On a prefill worker, which sends a handoff."""
+"""On a prefill worker, which sends a handoff; or here, if this worker says so in its first event."""
 PREFILL_SITE_LOCAL: PrefillSite.ValueType  # 2
-"""On this worker."""
+"""On this worker, whatever its role."""
 Global___PrefillSite: _TypeAlias = PrefillSite  # noqa: Y015
 
 @_typing.final
@@ -93,25 +93,53 @@ class GenerateEvent(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> _prefill_pb2.Lease: ...
     @_builtins.property
     def chunk(self) -> Global___TokenChunk: ...
+    @_builtins.property
+    def local_prefill(self) -> Global___LocalPrefill: ...
     def __init__(
         self,
         *,
         lease: _prefill_pb2.Lease | None = ...,
         chunk: Global___TokenChunk | None = ...,
+        local_prefill: Global___LocalPrefill | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "lease", b"lease", "local_prefill", b"local_prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "lease", b"lease", "local_prefill", b"local_prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["lease", "chunk"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["lease", "chunk", "local_prefill"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateEvent: _TypeAlias = GenerateEvent  # noqa: Y015
+
+@_typing.final
+class LocalPrefill(_message.Message):
+    """Comes instead of the lease: so little of the prompt is missing from this worker's prefix cache that it computes it
+    itself. No handoff is awaited.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that are cached here."""
+    def __init__(
+        self,
+        *,
+        num_cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalPrefill: _TypeAlias = LocalPrefill  # noqa: Y015
 
 @_typing.final
 class TokenChunk(_message.Message):

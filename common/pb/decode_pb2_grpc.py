@@ -45,8 +45,9 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams all choices of one prompt. With PREFILL_SITE_REMOTE the first event is the lease; then chunks, until each
-        choice has had one with a finish reason. Cancelling the call frees everything the request holds.
+        """Streams all choices of one prompt. With PREFILL_SITE_REMOTE the first event is the lease, or says that none is needed;
+        then chunks, until each choice has had one with a finish reason. Cancelling the call frees everything the request
+        holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,16 +32,18 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_decode_pb2.GenerateRequest, _decode_pb2.GenerateEvent]
-    """Streams all choices of one prompt. With PREFILL_SITE_REMOTE the first event is the lease; then chunks, until each
-    choice has had one with a finish reason. Cancelling the call frees everything the request holds.
+    """Streams all choices of one prompt. With PREFILL_SITE_REMOTE the first event is the lease, or says that none is needed;
+    then chunks, until each choice has had one with a finish reason. Cancelling the call frees everything the request
+    holds.
     """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_decode_pb2.GenerateRequest, _decode_pb2.GenerateEvent]  # type: ignore[assignment]
-    """Streams all choices of one prompt. With PREFILL_SITE_REMOTE the first event is the lease; then chunks, until each
-    choice has had one with a finish reason. Cancelling the call frees everything the request holds.
+    """Streams all choices of one prompt. With PREFILL_SITE_REMOTE the first event is the lease, or says that none is needed;
+    then chunks, until each choice has had one with a finish reason. Cancelling the call frees everything the request
+    holds.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -51,8 +53,9 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.GenerateEvent], _abc.AsyncIterator[_decode_pb2.GenerateEvent]]:
-        """Streams all choices of one prompt. With PREFILL_SITE_REMOTE the first event is the lease; then chunks, until each
-        choice has had one with a finish reason. Cancelling the call frees everything the request holds.
+        """Streams all choices of one prompt. With PREFILL_SITE_REMOTE the first event is the lease, or says that none is needed;
+        then chunks, until each choice has had one with a finish reason. Cancelling the call frees everything the request
+        holds.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

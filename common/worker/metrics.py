@@ -1,6 +1,7 @@
 """A worker's Prometheus metrics, read from the engine and the handoff when they are scraped: no second bookkeeping."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,21 +15,37 @@ from common.worker.weights import Weights
 Reading = Callable[[], float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """One metric; with a `label`, one sample for each of its values."""
+
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    name: str
+    documentation: str
+    #: By value of `label`; without one there is the empty value only.
+    readings: Mapping[str, Reading]
+    label: str | None = None
+
+
 class WorkerMetrics(Collector):
     """Gauges and counters of one worker, each labelled with its role and name."""
 
     def __init__(self, role: str, worker_id: str) -> None:
         self._labels = (role, worker_id)
-        self._readings: list[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str, Reading]] = []
+        self._families: list[_Family] = []
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def gauge(self, name: str, documentation: str, reading: Reading) -> None:
-        self._readings.append((GaugeMetricFamily, name, documentation, reading))
+        self._families.append(_Family(GaugeMetricFamily, name, documentation, {"": reading}))
 
     def counter(self, name: str, documentation: str, reading: Reading) -> None:
-        self._readings.append((CounterMetricFamily, name, documentation, reading))
+        self._families.append(_Family(CounterMetricFamily, name, documentation, {"": reading}))
+
+    def counters(self, name: str, documentation: str, label: str, readings: Mapping[str, Reading]) -> None:
+        """One counter per value of `label`."""
+        self._families.append(_Family(CounterMetricFamily, name, documentation, readings, label))
 
     def histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Callable[[float], None]:
         """Returns what takes one observation, on any thread."""
@@ -38,9 +55,11 @@ class WorkerMetrics(Collector):
         return histogram.labels(*self._labels).observe
 
     def collect(self) -> Iterable[Metric]:
-        for family_type, name, documentation, reading in self._readings:
-            family = family_type(f"moerelay_{name}", documentation, labels=("role", "worker"))
-            family.add_metric(self._labels, reading())
+        for each in self._families:
+            own = () if each.label is None else (each.label,)
+            family = each.kind(f"moerelay_{each.name}", each.documentation, labels=("role", "worker", *own))
+            for value, reading in each.readings.items():
+                family.add_metric((*self._labels, value)[: 2 + len(own)], reading())
             yield family
 
     def exposition(self) -> bytes:

@@ -29,7 +29,12 @@ class RequestMessage(Protocol):
 
 
 async def engine_request(
-    message: RequestMessage, work: Work, model: types_pb2.ModelDescription, grammars: GrammarCompiler
+    message: RequestMessage,
+    work: Work,
+    model: types_pb2.ModelDescription,
+    grammars: GrammarCompiler,
+    *,
+    local_prefill_max_tokens: int = 0,
 ) -> EngineRequest:
     """Compiles the grammar in a thread: a large one takes longer than an event loop may stand still.
 
@@ -52,4 +57,5 @@ async def engine_request(
         priority=message.priority,
         matcher=matcher,
         cache_salt=message.cache_salt,
+        local_prefill_max_tokens=local_prefill_max_tokens,
     )

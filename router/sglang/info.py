@@ -41,14 +41,21 @@ async def _generate_one(app: web.Application) -> None:
     async def take(_: Plan, chunk: Chunk) -> bool:
         return chunk.finish is not None
 
-    def ignore(_: Plan, __: prefill_pb2.PrefillReply) -> None:
-        """The probe is no request whose prefill counts."""
-
     sampling = SamplingFields(max_tokens=1, temperature=0, return_routed_experts=False)
     name = request_id(None, None, "health")
     plans = app[PLANNER].plan(Ask([HEALTH_PROMPT], sampling), name, ModelLimits.of(app[FLEET].model()))
     with app[LIVE].register(name) as live:
-        await app[PIPELINE].run(plans, take, live, ignore)
+        await app[PIPELINE].run(plans, take, live, _Unobserved())
+
+
+class _Unobserved:
+    """The probe is no request: where its prompt was computed does not count."""
+
+    def prefilled(self, reply: prefill_pb2.PrefillReply) -> None:
+        pass
+
+    def fell_back(self) -> None:
+        pass
 
 
 async def model_info(request: web.Request) -> web.Response:

@@ -57,6 +57,8 @@ class WorkerPlan:
     max_message_bytes: int = 64 * 2**20
     routing: bool = True
     prefix_caching: bool = True
+    #: Of a decode worker.
+    local_prefill_max_tokens: int = 0
 
     def settings(self, cls: type[WorkerSettings]) -> WorkerSettings:
         return cls(model="in memory", max_message_bytes=self.max_message_bytes, handoff_timeout_s=self.timeout_s)
@@ -188,13 +190,17 @@ async def _decode_worker(plan: WorkerPlan, listener: Listener | None) -> AsyncIt
                     handler=intake,
                 )
             )
-        service, server = DecodeService(core, receiver, intake, lifecycle), WorkerServer(settings, lifecycle)
+        service = DecodeService(
+            core, receiver, intake, lifecycle, local_prefill_max_tokens=plan.local_prefill_max_tokens
+        )
+        server = WorkerServer(settings, lifecycle)
         role = types_pb2.ROLE_BOTH if receiver is None else types_pb2.ROLE_DECODE
         _, metrics = add_worker_service(
             server, settings, core, lifecycle, role=role, role_service=service, instance_id=instance_id
         )
         if receiver is not None:
             metrics.counter("handoff_bytes", "As in the decode worker.", lambda: receiver.bytes_received)
+            service.local_prefills.register(metrics)
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
         await stack.enter_async_context(_started(server))
         yield WorkerEnd(core, runner, server.address, instance_id, service, receiver)

@@ -83,8 +83,8 @@ async def test_workers_never_see_one_id_twice() -> None:
 async def test_probes_and_version() -> None:
     async with running() as cluster:
         assert await cluster.get("/live") == (200, {"status": "ok"})
-        assert await cluster.get("/ready") == (200, {"status": "ok", "exact": True})
-        assert await cluster.get("/health") == (200, {"status": "ok", "exact": True})
+        assert await cluster.get("/ready") == (200, {"status": "ok", "exact": True, "fallback": False})
+        assert await cluster.get("/health") == (200, {"status": "ok", "exact": True, "fallback": False})
         assert list((await cluster.get("/version"))[1]) == ["version"]
 
 

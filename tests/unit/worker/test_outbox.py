@@ -54,7 +54,7 @@ async def test_a_failure_voids_what_was_not_read() -> None:
 
 async def test_lease() -> None:
     outbox = Outbox()
-    waiting = asyncio.create_task(outbox.leased())
+    waiting = asyncio.create_task(outbox.admitted())
     await asyncio.sleep(0)
     outbox.put(BlocksLeased(ID, (BlockId(4),)))
     assert await waiting == BlocksLeased(ID, (BlockId(4),))
@@ -63,11 +63,11 @@ async def test_lease() -> None:
 async def test_no_lease_for_a_request_that_ended() -> None:
     aborted, failed = Outbox(), Outbox()
     aborted.put(Progress(ID, (), None, Finish(FinishReason.ABORT)))
-    assert await aborted.leased() is None
+    assert await aborted.admitted() is None
     assert [batch.finish for batch in await aborted.take()] == [Finish(FinishReason.ABORT)]
     failed.fail(WorkerLostError("gone"))
     with pytest.raises(WorkerLostError):
-        await failed.leased()
+        await failed.admitted()
 
 
 async def test_choices_do_not_mix() -> None:
@@ -82,7 +82,7 @@ async def test_choices_do_not_mix() -> None:
 
 async def test_the_end_of_one_choice_is_not_the_end_of_the_request() -> None:
     outbox = Outbox(2)
-    waiting = asyncio.create_task(outbox.leased())
+    waiting = asyncio.create_task(outbox.admitted())
     outbox.put(Progress(ID, (), None, Finish(FinishReason.ABORT), 1))
     for _ in range(10):  # more than the hops between the event and the end of a wait for it
         await asyncio.sleep(0)

@@ -1,0 +1,221 @@
+"""One prompt through its workers: decode grants a lease, prefill fills it, decode streams."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Protocol
+
+import grpc
+import structlog
+
+from common.errors import HandoffError, InternalError, MoerelayError, WorkerLostError
+from common.messages import sampling_to_pb
+from common.pb import decode_pb2, prefill_pb2, types_pb2, worker_pb2
+from router.calls import task_group, worker_errors
+from router.chunk import Chunk, chunk_from_pb
+from router.failure import Failure
+from router.fleet import Pair
+from router.live import LivePrompt, LiveRequest
+from router.plan import Plan
+from router.worker import Worker
+
+#: Receives the chunks of a prompt's choices, those of one choice in order; the pipeline waits for it, so a slow client
+#: slows its decode call down. True: the choice has ended, by the chunk's finish reason or by what the text says.
+Sink = Callable[[Plan, Chunk], Awaitable[bool]]
+
+#: Decode ends its call right after the finish reason, and has acknowledged the handoff long before. A call that does
+#: not return by then has nothing left to tell and must not hold the client's stream open.
+CLOSING_GRACE_S = 0.5
+
+#: When one worker reports a broken handoff, the other one usually knows why, and its answer is under way already.
+CAUSE_WAIT_S = 0.5
+
+GenerateCall = grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.GenerateEvent]
+
+log = structlog.get_logger()
+
+
+class Observer(Protocol):
+    """Is told where prompts were computed."""
+
+    def prefilled(self, reply: prefill_pb2.PrefillReply) -> None:
+        """A prefill worker has handed a prompt over."""
+        ...
+
+    def fell_back(self) -> None:
+        """A prompt goes to a decode worker as a whole, because no prefill worker is healthy."""
+        ...
+
+
+class PromptRun:
+    """The calls of one prompt. Rows and tokens come from decode only; prefill's call tells whether it worked."""
+
+    def __init__(
+        self, plan: Plan, live: LiveRequest, prompt: LivePrompt, sink: Sink, observer: Observer, *, timeout_s: float
+    ) -> None:
+        self._plan = plan
+        self._timeout_s = timeout_s
+        #: Choices that have not ended.
+        self._open = set(range(plan.sampling.n))
+        self._live = live
+        self._prompt = prompt
+        self._sink = sink
+        self._observer = observer
+        self._prefill: asyncio.Task[None] | None = None
+        #: Decode has the whole prompt, or needs it no more: nothing that happens to prefill can harm the choice.
+        self._handed_over = False
+        #: One of the calls has reported a broken handoff and waits for what the other has to say.
+        self._broken = False
+
+    @property
+    def _pair(self) -> Pair:
+        return self._prompt.pair
+
+    async def run(self) -> None:
+        """Relays the decode stream to its end. Raises as soon as a call fails or the request does."""
+        lost = Failure()
+        async with task_group() as group:
+            call = self._pair.decode.decode.Generate(self._decode_request())
+            try:
+                with self._pair.decode.serving(lost):
+                    async with lost.guarding(), self._live.failure.guarding():
+                        last = await self._relay(call, group)
+                if last:
+                    # Outside the guards: what goes wrong while the client takes the last chunk changes nothing now.
+                    await self._sink(self._plan, last)
+                    await self._close(call)
+                else:
+                    await self._end_early(call)
+            finally:
+                call.cancel()
+
+    async def _relay(self, call: GenerateCall, group: asyncio.TaskGroup) -> Chunk | None:
+        """Starts prefill when decode asks for it and passes on every chunk but the last, which it returns.
+
+        None: every choice has ended, but decode does not know that of all of them yet.
+        """
+        while self._open:
+            event = await self._next_event(call)
+            if event.HasField("lease"):
+                self._start_prefill(event.lease, group)
+                continue
+            if event.HasField("local_prefill"):
+                self._forgo_prefill()
+                continue
+            chunk = chunk_from_pb(event.chunk)
+            self._handed_over = self._handed_over or bool(chunk.tokens or chunk.finish)
+            if chunk.finish is not None and self._open == {chunk.choice}:
+                return chunk
+            if chunk.choice in self._open and await self._sink(self._plan, chunk):
+                self._open.discard(chunk.choice)
+                if chunk.finish is None and self._open:
+                    group.create_task(self._drop(chunk.choice))
+        return None
+
+    async def _drop(self, choice: int) -> None:
+        """Nobody wants more of this choice; the others go on."""
+        try:
+            message = worker_pb2.AbortRequest(request_id=self._plan.request_id, choice=choice)
+            await self._pair.decode.abort(message, self._timeout_s)
+        except MoerelayError as error:
+            log.info("choice_not_dropped", request_id=self._plan.request_id, choice=choice, error=error.message)
+
+    async def _end_early(self, call: GenerateCall) -> None:
+        """Decode computes what nobody wants any more; prefill has handed over and only needs to say so."""
+        call.cancel()
+        if self._prefill:
+            await asyncio.wait([self._prefill], timeout=CLOSING_GRACE_S)
+            self._prefill.cancel()
+
+    async def _next_event(self, call: GenerateCall) -> decode_pb2.GenerateEvent:
+        worker = self._pair.decode
+        try:
+            with worker.call():
+                event = await call.read()
+        except HandoffError:
+            if self._prefill and not self._broken:
+                # An error of prefill's that is not about the handoff is the cause, and ends the group by itself.
+                self._broken = True
+                await asyncio.wait([self._prefill], timeout=CAUSE_WAIT_S)
+            raise
+        if not isinstance(event, decode_pb2.GenerateEvent):
+            raise WorkerLostError(f"worker {worker.id} ended the stream without a finish reason")
+        return event
+
+    def _start_prefill(self, lease: prefill_pb2.Lease, group: asyncio.TaskGroup) -> None:
+        if self._prefill or not self._pair.prefill:
+            raise InternalError(f"worker {self._pair.decode.id} sent a lease that nobody asked for")
+        # An abort tells decode, which then ends the choice without a prompt.
+        if not self._live.aborted:
+            self._prefill = group.create_task(self._run_prefill(self._pair.prefill, lease))
+
+    def _forgo_prefill(self) -> None:
+        """Decode computes the prompt itself: prefill never hears of it, neither of its start nor of an abort."""
+        if self._prefill or not self._pair.prefill:
+            raise InternalError(f"worker {self._pair.decode.id} did without a handoff that nobody offered")
+        self._prompt.pair = replace(self._pair, prefill=None)
+
+    async def _run_prefill(self, worker: Worker, lease: prefill_pb2.Lease) -> None:
+        """Raises what makes the prompt fail; later, and after an abort, errors are only logged."""
+        try:
+            self._observer.prefilled(await self._call_prefill(worker, lease))
+        except MoerelayError as error:
+            if await self._is_fatal(error):
+                raise
+            log.info("prefill_failed_late", request_id=self._plan.request_id, worker=worker.id, error=error.message)
+
+    async def _call_prefill(self, worker: Worker, lease: prefill_pb2.Lease) -> prefill_pb2.PrefillReply:
+        lost = Failure()
+        with worker.serving(lost):
+            async with lost.guarding():
+                with worker.call():
+                    return await worker.prefill.Prefill(self._prefill_request(lease))
+
+    async def _is_fatal(self, error: MoerelayError) -> bool:
+        """Whether prefill's error ends the prompt. Of two reports of a broken handoff, decode's counts."""
+        if isinstance(error, HandoffError) and not (self._handed_over or self._live.aborted):
+            if self._broken:
+                return False
+            self._broken = True
+            await asyncio.sleep(CAUSE_WAIT_S)  # decode's error, if there is one, ends the group and this with it
+        return not (self._handed_over or self._live.aborted)
+
+    async def _close(self, call: GenerateCall) -> None:
+        """Lets both calls end by themselves, so that neither worker takes the end for a client that left."""
+        try:
+            async with asyncio.timeout(CLOSING_GRACE_S):
+                with worker_errors(self._pair.decode.id):
+                    await call.read()
+                if self._prefill:
+                    await self._prefill
+        except (MoerelayError, TimeoutError) as error:
+            log.warning("call_ended_badly", request_id=self._plan.request_id, error=repr(error))
+        if self._prefill:
+            self._prefill.cancel()
+
+    def _decode_request(self) -> decode_pb2.GenerateRequest:
+        remote = self._pair.prefill is not None
+        return decode_pb2.GenerateRequest(
+            request_id=self._plan.request_id,
+            token_ids=self._plan.token_ids,
+            sampling=sampling_to_pb(self._plan.sampling),
+            routing=self._routing(),
+            prefill_site=decode_pb2.PREFILL_SITE_REMOTE if remote else decode_pb2.PREFILL_SITE_LOCAL,
+            priority=self._plan.priority,
+            cache_salt=self._plan.cache_salt,
+        )
+
+    def _prefill_request(self, lease: prefill_pb2.Lease) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(
+            request_id=self._plan.request_id,
+            token_ids=self._plan.token_ids,
+            sampling=sampling_to_pb(self._plan.sampling),
+            routing=self._routing(),
+            lease=lease,
+            priority=self._plan.priority,
+            cache_salt=self._plan.cache_salt,
+        )
+
+    def _routing(self) -> types_pb2.RoutingParams:
+        start = self._plan.routing_start
+        return types_pb2.RoutingParams(enabled=start is not None, start=start or 0)
