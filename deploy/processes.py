@@ -110,7 +110,7 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self._runs: dict[asyncio.Future[None], Child] = {}
-        self._first_exit: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+        self._ended_children: asyncio.Queue[Child] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
         return self
@@ -129,13 +129,12 @@ class ProcessGroup:
         run.add_done_callback(self._ended)
         return child
 
-    async def first_exit(self) -> Child:
-        """The first child to end, whenever it was started; its stderr has been read."""
-        return await asyncio.shield(self._first_exit)
+    async def next_exit(self) -> Child:
+        """Each child once, in the order in which they end; its stderr has been read."""
+        return await self._ended_children.get()
 
     def _ended(self, run: asyncio.Future[None]) -> None:
-        if not self._first_exit.done():
-            self._first_exit.set_result(self._runs[run])
+        self._ended_children.put_nowait(self._runs[run])
 
     async def stop(self, children: Iterable[Child], grace_s: float) -> list[Child]:
         """SIGTERM, then SIGKILL for what is left after `grace_s`; returns those, once all have ended."""

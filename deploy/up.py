@@ -36,6 +36,7 @@ class LocalCluster:
         self._stdout = stdout
         self._exit_grace_s = exit_grace_s
         self._workers: list[Child] = []
+        self._num_prefill = 0
         self._routers: list[Child] = []
         self._is_ready = False
 
@@ -71,6 +72,7 @@ class LocalCluster:
         That is the URL, and after the word "control" that of the control port, if there is one.
         """
         prefill, decode = self._plan.prefill_workers(), self._plan.decode_workers()
+        self._num_prefill = len(prefill)
         for spec in [*prefill, *decode]:
             self._workers.append(await self._group.start(spec))
         router = self._plan.router(await self._addresses(prefill), await self._addresses(decode))
@@ -86,7 +88,15 @@ class LocalCluster:
         return [(await read_ready_file(self._plan.ready_file(spec.name))).address for spec in specs]
 
     async def _fail_on_exit(self) -> None:
-        raise self._failure(await self._group.first_exit())
+        while self._is_dispensable(child := await self._group.next_exit()):
+            sentence = self._failure(child).message
+            print(f"moerelay: warning: {sentence}; the cluster goes on without it", file=sys.stderr, flush=True)
+        raise self._failure(child)
+
+    def _is_dispensable(self, child: Child) -> bool:
+        """Decode workers take over what a prefill worker did, if they may and it was not started in vain."""
+        may_fall_back = self._is_ready and self._plan.settings.allow_aggregated_fallback
+        return may_fall_back and child in self._workers[: self._num_prefill]
 
     def _failure(self, child: Child) -> StartupError | WorkerLostError:
         verb = "died" if self._is_ready else "did not start"

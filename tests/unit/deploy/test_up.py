@@ -1,5 +1,6 @@
 """The launcher, with stand-ins for the services: what it starts, says, and leaves behind."""
 
+import asyncio
 import json
 import os
 import re
@@ -135,7 +136,14 @@ async def test_settings_reach_the_services_as_flags(
 ) -> None:
     # Children would take it for the router's list of addresses, and fail.
     monkeypatch.setenv("MOERELAY_PREFILL", "1")
-    settings = {"kv_cache_memory": "2MiB", "enable_return_routed_experts": False, "num_threads": 3, "dtype": "bfloat16"}
+    settings = {
+        "kv_cache_memory": "2MiB",
+        "enable_return_routed_experts": False,
+        "num_threads": 3,
+        "dtype": "bfloat16",
+        "local_prefill_max_tokens": 32,
+        "allow_aggregated_fallback": True,
+    }
     async with start_cluster(**settings, served_model_name="tiny model", stream_routed_experts="final") as cluster:
         await cluster.ready()
         decode, router = cluster.settings_of("decode-0"), cluster.settings_of("router")
@@ -143,6 +151,7 @@ async def test_settings_reach_the_services_as_flags(
     assert (decode["num_threads"], decode["dtype"], decode["role"]) == (3, "bfloat16", "decode")
     assert decode["enable_return_routed_experts"] is router["enable_return_routed_experts"] is False
     assert decode["handoff_endpoint"].startswith("ipc://")
+    assert (decode["local_prefill_max_tokens"], router["allow_aggregated_fallback"]) == (32, True)
     assert (router["served_model_name"], router["stream_routed_experts"]) == ("tiny model", "final")
     assert len(router["prefill"]) == len(router["decode"]) == 1
 
@@ -187,6 +196,45 @@ async def test_process_that_dies_later_takes_the_cluster_down(start_cluster: Sta
         with pytest.raises(WorkerLostError, match=rf"{name} died \(killed by SIGKILL\): {name} logs"):
             await cluster.exit_code
         assert not any(is_alive(pid) for pid in cluster.pids().values())
+
+
+@pytest.mark.parametrize(("name", "goes_on"), [("prefill-0", True), ("decode-0", False), ("router", False)])
+async def test_a_fallback_does_without_prefill_workers_only(
+    start_cluster: StartCluster, capsys: pytest.CaptureFixture[str], name: str, goes_on: bool
+) -> None:
+    async with start_cluster(prefill=2, allow_aggregated_fallback=True) as cluster:
+        await cluster.ready()
+        pids = cluster.pids()
+        os.kill(pids["prefill-1"], signal.SIGKILL)
+        os.kill(pids[name], signal.SIGKILL)
+        if goes_on:
+            told = await told_on_stderr(capsys, f"{name} died")
+            assert f"warning: {name} died (killed by SIGKILL): {name} logs; the cluster goes on without it" in told
+            assert is_alive(pids["decode-0"])
+            cluster.stop.request()
+            assert await cluster.exit_code == 0
+        else:
+            with pytest.raises(WorkerLostError, match=rf"{name} died"):
+                await cluster.exit_code
+        assert not any(is_alive(pid) for pid in pids.values())
+
+
+async def told_on_stderr(capsys: pytest.CaptureFixture[str], text: str) -> str:
+    """What was written until `text` came."""
+    told = ""
+    async with asyncio.timeout(10):
+        while text not in told:
+            told += capsys.readouterr().err
+            await asyncio.sleep(0.01)  # a poll: a stream offers nothing to wait on
+    return told
+
+
+async def test_a_prefill_worker_that_does_not_start_ends_a_cluster_that_may_fall_back(
+    start_cluster: StartCluster,
+) -> None:
+    async with start_cluster(faults={"prefill-0": "crash"}, allow_aggregated_fallback=True) as cluster:
+        with pytest.raises(WorkerLostError, match="prefill-0 did not start"):
+            await cluster.exit_code
 
 
 async def test_second_request_to_stop_forces(start_cluster: StartCluster) -> None:
