@@ -25,8 +25,8 @@ def dequantize_block_fp8(weight_OI: torch.Tensor, scale_inv_RC: torch.Tensor, bl
     out_OI = torch.empty(weight_OI.shape, dtype=torch.float32)
     scale_RI = scale_inv_RC.float().repeat_interleave(block[1], dim=1)[:, : weight_OI.shape[1]]
     # A row of blocks at a time, so that there is no second copy in float32.
-    rows = zip(weight_OI.split(block[0]), scale_RI, out_OI.split(block[0]), strict=True)
-    for weight, scale_I, out in rows:
+    rows = torch.split(weight_OI, block[0])
+    for weight, scale_I, out in zip(rows, scale_RI, torch.split(out_OI, block[0]), strict=True):
         torch.mul(weight.float(), scale_I, out=out)
     return out_OI
 

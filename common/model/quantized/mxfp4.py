@@ -57,7 +57,8 @@ def quantize_mxfp4(weight_IO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     num_inputs = weight_IO.shape[-2]
     if num_inputs % GROUP_SIZE:
         raise ConfigError(f"mxfp4 needs an input size that is a multiple of {GROUP_SIZE}, got {num_inputs}")
-    groups = weight_IO.float().mT.unflatten(-1, (-1, GROUP_SIZE))
+    weight_OI = weight_IO.float().mT.contiguous()
+    groups = weight_OI.view(*weight_OI.shape[:-1], -1, GROUP_SIZE)
     # frexp puts the mantissa into [0.5, 1), so its exponent is one more than floor(log2).
     exponent = torch.frexp(groups.abs().amax(dim=-1)).exponent - 1 - _MAX_EXPONENT
     exponent = exponent.clamp(-_BIAS, MAX_SCALE - _BIAS)
@@ -66,7 +67,7 @@ def quantize_mxfp4(weight_IO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _nearest_codes(values: torch.Tensor) -> torch.Tensor:
-    magnitudes = values.abs().contiguous()
+    magnitudes = values.abs()
     # They differ for a tie only, where the even one counts.
     lower = torch.bucketize(magnitudes, _MIDPOINTS, right=False, out_int32=True)
     upper = torch.bucketize(magnitudes, _MIDPOINTS, right=True, out_int32=True)
