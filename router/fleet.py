@@ -196,8 +196,13 @@ class Fleet:
         return [w for w in self.workers if w.side == "decode" and w.usable and (served or _prefills_itself(w))]
 
     def _lacks_prefill(self) -> bool:
-        """Decode workers have to do without, and may: not while there are prefill workers that are only paused."""
-        return self.allows_fallback and not self._usable_prefill()
+        """Decode workers have to do without, and may.
+
+        Not while there are prefill workers that are only paused, nor at the start, before all of them have been asked.
+        """
+        if not self.allows_fallback or self._usable_prefill():
+            return False
+        return all(worker.was_asked for worker in self.workers if worker.side == "prefill")
 
     def _choose(self, workers: Sequence[Worker]) -> Worker:
         by_address = {worker.address: worker for worker in workers}

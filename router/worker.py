@@ -48,6 +48,8 @@ class Worker:
         self.status: worker_pb2.WorkerStatus | None = None
         #: Why the worker is not used although it lives; set by the fleet.
         self.refused: str | None = None
+        #: A heartbeat has been answered, or missed.
+        self.was_asked = False
         self.last_used = 0
         self._state = WorkerState(silence_limit_s)
         self._dependents: set[Failure] = set()
@@ -102,6 +104,7 @@ class Worker:
         """Asks the worker for its state; a failure counts against it."""
         async with self._beating:
             await self._heartbeat(timeout_s)
+        self.was_asked = True
 
     async def _heartbeat(self, timeout_s: float) -> None:
         try:

@@ -49,6 +49,7 @@ def description(**changes: Any) -> types_pb2.ModelDescription:
         "vocab_size": 300,
         "max_model_len": 128,
         "block_size": 16,
+        "num_kv_planes": 2,
         "num_kv_heads": 2,
         "head_dim": 8,
         "routing_dtype": "uint8",
@@ -92,6 +93,8 @@ class Script:
     chunk_tokens: int = 1
     #: Prompt rows per chunk without tokens; 0 sends them with the first token.
     prompt_chunk: int = 0
+    #: Decode computes prompts of which it does not know more tokens than this, instead of granting a lease.
+    local_prefill_max_tokens: int = 0
     #: While clear, decode grants no lease.
     lease_go: asyncio.Event = field(default_factory=asyncio.Event)
     #: Chunks after which decode waits for `release`.
@@ -180,8 +183,7 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
         async with self._serving(request.request_id) as aborted:
             if request.prefill_site == decode_pb2.PREFILL_SITE_REMOTE:
                 await self.script.lease_go.wait()
-                lease = prefill_pb2.Lease(transfer_id=1, endpoint="inproc://fake")
-                await context.write(decode_pb2.GenerateEvent(lease=lease))
+                await context.write(self._admitted(request))
             for num_sent, chunk in enumerate(_chunks(request, self.script)):
                 await self._hold(num_sent, aborted)
                 await either(self.thawed, aborted)
@@ -204,6 +206,12 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
                 self.num_chunks += 1
                 self._tell()
                 await context.write(decode_pb2.GenerateEvent(chunk=chunk.message))
+
+    def _admitted(self, request: decode_pb2.GenerateRequest) -> decode_pb2.GenerateEvent:
+        num_cached = cached_tokens(request.token_ids)
+        if len(request.token_ids) - num_cached <= self.script.local_prefill_max_tokens:
+            return decode_pb2.GenerateEvent(local_prefill=decode_pb2.LocalPrefill(num_cached_tokens=num_cached))
+        return decode_pb2.GenerateEvent(lease=prefill_pb2.Lease(transfer_id=1, endpoint="inproc://fake"))
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
         self.prefill_requests.append(request)
