@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from common.kv.pool import BlockId
-from common.kv.store import KVLayout, KVStore
+from common.kv.store import KVStore
 from common.model.batch import Chunk
 from common.model.families import parse_config
 from common.model.loader import load_model
-from common.model.runner import ModelRunner
+from common.model.runner import ModelRunner, kv_layout
 
 BLOCK_SIZE = 16
 #: Cache of a decoding sequence, as in the middle of a request of the serving benchmark.
@@ -43,7 +43,7 @@ def main() -> None:
 def _load(path: Path) -> ModelRunner:
     config = parse_config(path)
     loaded = load_model(path, config, torch.bfloat16, torch.device("cpu"), progress=False)
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, torch.bfloat16)
+    layout = kv_layout(config, BLOCK_SIZE, torch.bfloat16)
     store = KVStore(layout, config.routing, 512, torch.device("cpu"))
     return ModelRunner(loaded.decoder, store)
 

@@ -97,7 +97,7 @@ async def _hand_over(sender: HandoffSender, pipe: Connection, num_tokens: int) -
 
 def _filled_store() -> KVStore:
     store = _new_store()
-    store.kv_L2SGD.normal_()
+    store.kv_LCSGD.normal_()
     num_slots = len(store.rows_SLK)
     store.write_rows(np.arange(num_slots), np.zeros((num_slots, ROUTING.num_layers, ROUTING.top_k), ROUTING.dtype))
     return store
@@ -179,6 +179,7 @@ def _identity(instance_id: str) -> HandoffIdentity:
         dtype="bfloat16",
         block_size=LAYOUT.block_size,
         num_layers=LAYOUT.num_layers,
+        num_kv_planes=LAYOUT.num_planes,
         num_kv_heads=LAYOUT.num_kv_heads,
         head_dim=LAYOUT.head_dim,
         routing_dtype=ROUTING.dtype.name,

@@ -12,7 +12,7 @@ import msgspec
 from common.sampling import SampledToken
 
 #: Version of everything in this module; raised by any change that an older worker could not follow.
-HANDOFF_PROTOCOL_VERSION = 3
+HANDOFF_PROTOCOL_VERSION = 4
 
 #: Number of a transfer on its decode worker, never reused while that process lives.
 TransferId = NewType("TransferId", int)
@@ -53,6 +53,8 @@ class HandoffIdentity(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     block_size: int
     num_layers: int
+    #: 2: K and V; 1: one compressed vector that both are read from.
+    num_kv_planes: int
     num_kv_heads: int
     head_dim: int
     #: "uint8", "uint16" or "int32".

@@ -1,7 +1,7 @@
 """KV, routing rows and prompt logprobs as raw bytes, and back into the store: the payload frames of a chunk.
 
-KV is the contiguous tensor [L, 2, n, G, D], rows are ids [n, L, K], both little-endian; rows are empty when the request
-wants no routing. (L layers, n tokens, G KV heads, D head size, K experts per token.) Prompt logprobs are packed as in
+KV is the contiguous tensor [L, C, n, G, D], rows are ids [n, L, K], both little-endian; rows are empty when the request
+wants no routing. (L layers, C planes, n tokens, G KV heads, D head size, K experts per token.) Prompt logprobs are packed as in
 `common.prompt_logprobs`; they do not go into the store.
 """
 
@@ -82,7 +82,7 @@ def write_payload(store: KVStore, blocks: Sequence[BlockId], frames: ChunkFrames
     layout, kv = store.layout, frames.kv
     # torch wants memory that it could write to; transports give such memory, but for very small frames.
     flat = torch.frombuffer(bytearray(kv) if kv.readonly else kv, dtype=layout.dtype)
-    shape = (layout.num_layers, 2, len(slots), layout.num_kv_heads, layout.head_dim)
+    shape = (layout.num_layers, layout.num_planes, len(slots), layout.num_kv_heads, layout.head_dim)
     store.write_kv(slots, flat.view(shape))
     if frames.rows.nbytes:
         store.write_rows(slots, store.routing.from_bytes(frames.rows, len(slots)))

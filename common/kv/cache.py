@@ -20,7 +20,10 @@ class PrefixCache:
     ) -> None:
         self.block_size = block_size
         self.enabled = enabled
+        #: Label of the weights in use.
         self.weight_version = ""
+        #: KV that was computed under another count is of other weights, whatever their label.
+        self.num_weight_changes = 0
         #: Counts flushes. KV of an earlier epoch may be of other weights and must not come in.
         self.epoch = 0
         self._pool = pool
@@ -43,6 +46,12 @@ class PrefixCache:
         added, replaced = self._index.insert(chain, blocks, self._has_rows)
         self._pool.keep(added)
         return self._pool.let_go(replaced)
+
+    def use_weights(self, version: str) -> list[BlockId]:
+        """Other weights are in use from now on; forgets everything, and returns the blocks that became free."""
+        self.weight_version = version
+        self.num_weight_changes += 1
+        return self.flush()
 
     def flush(self) -> list[BlockId]:
         """Forgets everything, also for sequences that are live; returns the blocks that became free."""

@@ -64,6 +64,10 @@ class BlockPool:
         """Blocks that stay, or are, cached without a reference."""
         return self._kept
 
+    def num_references(self, block: BlockId) -> int:
+        """How many hold the block."""
+        return self._references[block]
+
     def try_allocate(self, count: int) -> list[BlockId] | None:
         """`count` blocks with one reference each, or None (and no change) when fewer are available."""
         if count > self.num_available:

@@ -1,6 +1,6 @@
 """The memory behind the block pool: K, V and routing rows, slot by slot.
 
-Shape suffixes: L layers, S slots, G KV heads, D head size, K experts per token. Slot `s` is token `s % block_size` of
+Shape suffixes: L layers, C planes (0 is K, 1 is V; or one for both), S slots, G KV heads, D head size, K experts per token. Slot `s` is token `s % block_size` of
 block `s // block_size`. KV lives on the device; rows live in host memory, because they leave over the network.
 """
 
@@ -27,11 +27,13 @@ class KVLayout:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    #: Vectors per token, layer and head: K and V, or one compressed vector that both are read from.
+    num_planes: int = 2
 
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V that one token needs in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * self.num_planes * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 def slots_of(blocks: Sequence[BlockId], start: int, end: int, block_size: int) -> SlotArray:
@@ -67,9 +69,8 @@ class KVStore:
         """Allocates K and V; every block is blank. Raises what torch raises when memory is out: RuntimeError."""
         layout = self.layout
         num_slots = self.num_blocks * layout.block_size
-        # [L, 2, S, G, D]; index 0 of the second axis is K, 1 is V.
-        self.kv_L2SGD = torch.zeros(
-            (layout.num_layers, 2, num_slots, layout.num_kv_heads, layout.head_dim),
+        self.kv_LCSGD = torch.zeros(
+            (layout.num_layers, layout.num_planes, num_slots, layout.num_kv_heads, layout.head_dim),
             dtype=layout.dtype,
             device=self._device,
         )
@@ -78,14 +79,14 @@ class KVStore:
 
     def release(self) -> None:
         """Gives the memory of K and V back until `restore`. No block may be in use; routing rows stay allocated."""
-        self.kv_L2SGD = torch.empty(0, dtype=self.layout.dtype, device=self._device)
+        self.kv_LCSGD = torch.empty(0, dtype=self.layout.dtype, device=self._device)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Makes newly allocated blocks blank: zero K and V, no routing row. Masked attention reads zeros, never NaN."""
         slots = self._block_slots(blocks)
-        self.kv_L2SGD[:, :, torch.from_numpy(slots)] = 0
+        self.kv_LCSGD[:, :, torch.from_numpy(slots)] = 0
         self._row_written[slots] = False
 
     def free_blocks(self, blocks: Sequence[BlockId]) -> None:
@@ -98,7 +99,7 @@ class KVStore:
 
     def _poison(self, blocks: Iterable[int]) -> None:
         slots = self._block_slots(list(blocks))
-        self.kv_L2SGD[:, :, torch.from_numpy(slots)] = float("nan")
+        self.kv_LCSGD[:, :, torch.from_numpy(slots)] = float("nan")
         self.rows_SLK[slots] = np.iinfo(self.rows_SLK.dtype).max
 
     def _block_slots(self, blocks: Sequence[int]) -> SlotArray:
@@ -111,13 +112,13 @@ class KVStore:
         return bool(self._row_written[block * size : (block + 1) * size].all())
 
     def read_kv(self, slots: SlotArray) -> torch.Tensor:
-        """Contiguous host copy [L, 2, n, G, D] of the given slots, in order."""
-        return self.kv_L2SGD.index_select(2, torch.from_numpy(slots).to(self.kv_L2SGD.device)).cpu()
+        """Contiguous host copy [L, C, n, G, D] of the given slots, in order."""
+        return self.kv_LCSGD.index_select(2, torch.from_numpy(slots).to(self.kv_LCSGD.device)).cpu()
 
-    def write_kv(self, slots: SlotArray, kv_L2NGD: torch.Tensor) -> None:
-        """Stores [L, 2, n, G, D] into the given slots, in order."""
-        device = self.kv_L2SGD.device
-        self.kv_L2SGD.index_copy_(2, torch.from_numpy(slots).to(device), kv_L2NGD.to(device))
+    def write_kv(self, slots: SlotArray, kv_LCNGD: torch.Tensor) -> None:
+        """Stores [L, C, n, G, D] into the given slots, in order."""
+        device = self.kv_LCSGD.device
+        self.kv_LCSGD.index_copy_(2, torch.from_numpy(slots).to(device), kv_LCNGD.to(device))
 
     def write_rows(self, slots: SlotArray, rows_NLK: RoutingArray) -> None:
         """Stores one routing row per slot."""

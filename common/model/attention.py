@@ -4,7 +4,8 @@ The softmax is computed online (Milakov & Gimelshein, arXiv 1805.02867; FlashAtt
 `TILE` keys that start at absolute multiples of `TILE`. A query therefore goes through the same additions whether it is
 computed alone, in a chunk, or beside other sequences; a tile in which it sees no key leaves its state as it is.
 
-Shape suffixes: B sequences, T tokens, N query heads, G KV heads, D head size, S slots, R query rows of one KV head
+Shape suffixes: B sequences, T tokens, N query heads, G KV heads, D size of a cached key,
+V of its value, S slots, C planes of the cache (K and V, or one that both are read from), R query rows of one KV head
 (tokens × query heads per KV head, padded), X = B × G.
 """
 
@@ -35,7 +36,8 @@ class Tile:
     """One tile of keys for the first `num_sequences` sequences of a group (they are ordered longest first)."""
 
     num_sequences: int
-    #: Rows of the layer's cache seen as [2 S G, D]: the keys of all heads, then the values; int64 [2 · X · TILE].
+    #: Rows of the layer's cache seen as [C S G, D], plane by plane: the keys of all heads, then the values; int64
+    #: [C · X · TILE].
     cache_rows: torch.Tensor
     #: True where a query must not see the key, [B, 1, R, TILE]; None if every query sees every key.
     hidden: torch.Tensor | None
@@ -50,20 +52,41 @@ class QueryGroup:
     num_rows: int
     tiles: Sequence[Tile]
 
-    def attend(self, q_TND: torch.Tensor, cache: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-        """Output [T, N, D] for this group's (already scaled) queries.
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        cache: torch.Tensor,
+        num_kv_heads: int,
+        *,
+        value_dim: int | None = None,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Output [T, N, V] for this group's (already scaled) queries.
 
         Args:
-            cache: one layer of the store as [2 S G, D].
+            cache: one layer of the store as [C S G, D].
+            value_dim: V, the leading dimensions of a cached value, or of the cached key if there is only one plane.
+                None: all D.
+            sinks_N: fp32 logits of the sinks; None where there are none.
         """
         q_XRD = self._to_rows(q_TND, num_kv_heads)
-        highest = q_XRD.new_full((*q_XRD.shape[:2], 1), _LOWEST, dtype=torch.float32)
-        total = torch.zeros_like(highest)
-        output = torch.zeros_like(q_XRD, dtype=torch.float32)
+        highest = self._start(q_XRD, num_kv_heads, sinks_N)
+        # A sink is a key whose value is zero: it starts the maximum and the sum.
+        total = torch.zeros_like(highest) if sinks_N is None else torch.ones_like(highest)
+        output = q_XRD.new_zeros((*q_XRD.shape[:2], value_dim or q_XRD.shape[2]), dtype=torch.float32)
         for tile in self.tiles:
             x = tile.num_sequences * num_kv_heads
             _accumulate(tile, q_XRD[:x], cache, highest[:x], total[:x], output[:x])
-        return self._from_rows((output / total).to(q_TND.dtype), q_TND.shape)
+        return self._from_rows((output / total).to(q_TND.dtype), len(q_TND), q_TND.shape[1])
+
+    def _start(self, q_XRD: torch.Tensor, num_kv_heads: int, sinks_N: torch.Tensor | None) -> torch.Tensor:
+        """The running maximum before the first key, fp32 [X, R, 1]."""
+        if sinks_N is None:
+            return q_XRD.new_full((*q_XRD.shape[:2], 1), _LOWEST, dtype=torch.float32)
+        # Rows are query heads within tokens; those that pad belong to no head, and any finite start does for them.
+        repeats = -(-self.num_rows * num_kv_heads // len(sinks_N))
+        sinks_GR = sinks_N.view(num_kv_heads, -1).repeat(1, repeats)[:, : self.num_rows]
+        return sinks_GR.repeat(self.num_sequences, 1).unsqueeze(-1)
 
     def _to_rows(self, q_TND: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q_TND.shape
@@ -72,13 +95,12 @@ class QueryGroup:
         q_XRD = q.reshape(self.num_sequences * num_kv_heads, per_sequence * per_kv_head, head_dim)
         return F.pad(q_XRD, (0, 0, 0, self.num_rows - q_XRD.shape[1]))
 
-    def _from_rows(self, output_XRD: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        num_tokens, num_heads, head_dim = shape
-        num_kv_heads = output_XRD.shape[0] // self.num_sequences
+    def _from_rows(self, output_XRV: torch.Tensor, num_tokens: int, num_heads: int) -> torch.Tensor:
+        num_kv_heads = output_XRV.shape[0] // self.num_sequences
         per_sequence, per_kv_head = num_tokens // self.num_sequences, num_heads // num_kv_heads
-        output = output_XRD[:, : per_sequence * per_kv_head]
-        output = output.view(self.num_sequences, num_kv_heads, per_sequence, per_kv_head, head_dim).transpose(1, 2)
-        return output.reshape(shape)
+        output = output_XRV[:, : per_sequence * per_kv_head]
+        output = output.view(self.num_sequences, num_kv_heads, per_sequence, per_kv_head, -1).transpose(1, 2)
+        return output.reshape(num_tokens, num_heads, -1)
 
 
 def _accumulate(
@@ -87,10 +109,11 @@ def _accumulate(
     cache: torch.Tensor,
     highest: torch.Tensor,
     total: torch.Tensor,
-    output_XRD: torch.Tensor,
+    output_XRV: torch.Tensor,
 ) -> None:
     """Adds one tile to the running softmax, in place; all state is fp32."""
-    k_XTD, v_XTD = cache.index_select(0, tile.cache_rows).view(2, len(q_XRD), TILE, -1)
+    planes = cache.index_select(0, tile.cache_rows).view(-1, len(q_XRD), TILE, cache.shape[1])
+    k_XTD, v_XTV = planes[0], planes[-1][..., : output_XRV.shape[2]]
     scores_XRT = batched_product(q_XRD, k_XTD.transpose(1, 2)).float()
     if tile.hidden is not None:
         by_sequence = scores_XRT.view(tile.num_sequences, -1, *scores_XRT.shape[1:])
@@ -99,7 +122,7 @@ def _accumulate(
     weights_XRT = scores_XRT.sub_(new_highest).exp_()
     rescale = torch.exp(highest - new_highest)
     total.mul_(rescale).add_(weights_XRT.sum(dim=-1, keepdim=True))
-    output_XRD.mul_(rescale).add_(batched_product(weights_XRT.to(v_XTD.dtype), v_XTD))
+    output_XRV.mul_(rescale).add_(batched_product(weights_XRT.to(v_XTV.dtype), v_XTV))
     highest.copy_(new_highest)
 
 
@@ -151,7 +174,8 @@ class _GroupPlanner:
         slots_BT = self._slots_BS[:count, index * TILE : (index + 1) * TILE]
         heads = np.arange(self._layout.num_kv_heads)[:, None]
         keys = slots_BT[:, None, :] * self._layout.num_kv_heads + heads
-        rows = np.stack((keys, keys + self._num_slots * self._layout.num_kv_heads)).reshape(-1)
+        plane_rows = self._num_slots * self._layout.num_kv_heads
+        rows = np.stack([keys + plane * plane_rows for plane in range(self._layout.num_planes)]).reshape(-1)
         return Tile(count, torch.from_numpy(rows).to(self._device), self._hidden(index, count))
 
     def _hidden(self, index: int, count: int) -> torch.Tensor | None:

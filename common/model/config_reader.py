@@ -27,6 +27,13 @@ class ConfigReader:
             self.fail(names[0], value, "a positive integer")
         return value
 
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """An integer that is not negative."""
+        value = self._present(names, default)
+        if type(value) is not int or value < 0:
+            self.fail(names[0], value, "an integer, not negative")
+        return value
+
     def number(self, *names: str, default: float | None = None) -> float:
         """A positive, finite number."""
         value = self._present(names, default)

@@ -81,6 +81,21 @@ def silu_gated(gate_up_TF: torch.Tensor) -> torch.Tensor:
     return (gate / gate.neg().exp_().add_(1)).mul_(up).to(gate_up_TF.dtype)
 
 
+def clamped_swiglu(gate_up_TF: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """`gate * sigmoid(alpha * gate) * (up + 1)` of fused [T, 2 F] halves, [T, F], both clamped to `limit`: gpt-oss.
+
+    The gate has no lower bound. Computed in fp32, rounded once; written out as in `silu_gated`.
+    """
+    gate, up = gate_up_TF.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate / (-alpha * gate).exp_().add_(1)).mul_(up.add_(1)).to(gate_up_TF.dtype)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """fp32 logistic function, written out for the reason given in `silu_gated`."""
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
 @dataclass(frozen=True, slots=True)
 class GatedFeedForward:
     """The feed-forward block of a dense layer."""

@@ -1,37 +1,19 @@
-"""The mixture-of-experts block in its four steps: route, dispatch, compute, combine.
+"""The mixture-of-experts block in its four steps: route (`common.model.router`), dispatch, compute, combine.
 
 Shape suffixes: T tokens, H hidden size, E experts, K experts per token, F expert width, R = T × K rows
 ordered by expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from common.model.layers import linear, silu_gated
+from common.model.layers import GatedFeedForward, linear, sigmoid, silu_gated
+from common.model.router import Router
 
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    """Softmax top-k router; returns its choice, so that recording it is one line where it is called."""
-
-    #: [E, H]
-    weight: torch.Tensor
-    top_k: int
-    norm_topk_prob: bool
-
-    def choose(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert ids and fp32 weights, both [T, K], by descending probability, ties by the lower id.
-
-        The sort is stable and covers all experts, because `topk` leaves the order of ties open.
-        """
-        scores_TE = torch.softmax(linear(x_TH, self.weight).float(), dim=-1)
-        sorted_TE, ids_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
-        weights_TK = sorted_TE[:, : self.top_k]
-        if self.norm_topk_prob:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return ids_TE[:, : self.top_k], weights_TK
+#: Fused gate and up outputs [R, 2 F] to [R, F].
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +47,33 @@ class Dispatch:
 class Experts:
     """The weights of all experts of a layer, by id."""
 
-    #: [2 F, H] each: gate rows, then up rows.
+    #: [2 F, H] each: gate rows, then up rows; and their biases, [E, 2 F].
     gate_up: Sequence[torch.Tensor]
-    #: [H, F] each.
+    #: [H, F] each; and their biases, [E, H].
     down: Sequence[torch.Tensor]
+    activate: Activation = silu_gated
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
     def forward(self, x_RH: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Applies each expert to its `counts` consecutive rows, [R, H]."""
-        return _grouped_linear(silu_gated(_grouped_linear(x_RH, self.gate_up, counts)), self.down, counts)
+        gate_up_RF = _grouped_linear(x_RH, self.gate_up, self.gate_up_bias, counts)
+        return _grouped_linear(self.activate(gate_up_RF), self.down, self.down_bias, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The network that every token goes through beside its experts."""
+
+    network: GatedFeedForward
+    #: [1, H]; None: its output counts in full.
+    gate_1H: torch.Tensor | None = None
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        y_TH = self.network.forward(x_TH)
+        if self.gate_1H is None:
+            return y_TH
+        return (sigmoid(linear(x_TH, self.gate_1H).float()) * y_TH).to(x_TH.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,13 @@ class MoeFeedForward:
 
     router: Router
     experts: Experts
+    shared: SharedExpert | None = None
 
     def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         dispatch = Dispatch.plan(ids_TK, len(self.experts.gate_up))
         y_RH = self.experts.forward(dispatch.scatter(x_TH), dispatch.counts)
-        return combine(dispatch.gather(y_RH), weights_TK).to(x_TH.dtype)
+        y_TH = combine(dispatch.gather(y_RH), weights_TK).to(x_TH.dtype)
+        return y_TH if self.shared is None else y_TH + self.shared.forward(x_TH)
 
 
 def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -96,7 +99,11 @@ def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     return total_TH
 
 
-def _grouped_linear(x_RI: torch.Tensor, weights_OI: Sequence[torch.Tensor], counts: list[int]) -> torch.Tensor:
-    """Each expert's rows times its weight, transposed; [R, O]. Experts without rows cost nothing."""
+def _grouped_linear(
+    x_RI: torch.Tensor, weights_OI: Sequence[torch.Tensor], bias_EO: torch.Tensor | None, counts: list[int]
+) -> torch.Tensor:
+    """Each expert's rows times its weight, transposed, plus its bias; [R, O]. Experts without rows cost nothing."""
     parts = torch.split(x_RI, counts)
-    return torch.cat([linear(part, weight) for part, weight in zip(parts, weights_OI, strict=True) if len(part)])
+    used = [expert for expert, part in enumerate(parts) if len(part)]
+    biases = {expert: None if bias_EO is None else bias_EO[expert] for expert in used}
+    return torch.cat([linear(parts[expert], weights_OI[expert], biases[expert]) for expert in used])

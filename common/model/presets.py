@@ -6,7 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from common.errors import ConfigError
-from common.model.families import FAMILIES, Family
+from common.model.families import FAMILIES
+from common.model.families.family import Family
 from common.model.tokenizer_training import BOS_ID, EOS_ID, PAD_ID
 
 
@@ -76,17 +77,6 @@ _COMMON_KEYS: dict[str, Any] = {
     "use_cache": True,
 }
 
-_FAMILY_KEYS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "use_sliding_window": False,
-    },
-    "mixtral": {},
-}
-
 
 def synthetic_config(family_name: str, preset_name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a synthetic checkpoint.
@@ -109,14 +99,15 @@ def synthetic_config(family_name: str, preset_name: str, overrides: Mapping[str,
 
 
 def _preset_config(family: Family, preset: Preset) -> dict[str, Any]:
-    return {
+    common = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **_COMMON_KEYS,
-        **_FAMILY_KEYS[family.model_type],
         **preset.sizes,
         "intermediate_size": preset.dense_size,
         # After the dense width, because in families without dense layers it is the same key.
         family.expert_size_key: preset.expert_size,
         family.num_experts_keys[0]: preset.num_experts,
     }
+    values = common | dict(family.synthetic(common))
+    return {key: value for key, value in values.items() if key not in family.synthetic_without}

@@ -7,9 +7,13 @@ import math
 
 import numpy as np
 import torch
+import xxhash
 
 from common.model.config import RopeConfig
 from common.model.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
+
+#: Cosine and sine of some positions, each [T, 1, R].
+CosSin = tuple[torch.Tensor, torch.Tensor]
 
 #: Positions computed at a time: the double-precision temporaries stay at a few megabytes, however long the table is.
 _SLAB = 8192
@@ -33,7 +37,7 @@ class RotaryTable:
             sin_PR[slab] = np.sin(angles_PR, dtype=np.float64) * rope.attention_factor
         self._cos_PR, self._sin_PR = torch.from_numpy(cos_PR).to(device), torch.from_numpy(sin_PR).to(device)
 
-    def look_up(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def look_up(self, positions_T: torch.Tensor) -> CosSin:
         """Cosine and sine of the positions, each [T, 1, R], ready to broadcast over heads."""
         return self._cos_PR[positions_T].unsqueeze(1), self._sin_PR[positions_T].unsqueeze(1)
 
@@ -73,6 +77,13 @@ def rotary_frequencies(rope: RopeConfig, rotary_dim: int, num_positions: int) ->
             return _yarn(rope.theta**exponents_R, rope.theta, rope.scaling)
         case None:
             return 1.0 / rope.theta**exponents_R
+
+
+def rotary_digest(rope: RopeConfig, rotary_dim: int, num_positions: int) -> str:
+    """Equal on two workers only if they rotate alike: `num_positions` counts where the frequencies depend on it."""
+    digest = xxhash.xxh3_64(rotary_frequencies(rope, rotary_dim, num_positions).numpy().tobytes())
+    digest.update(np.float64(rope.attention_factor).tobytes())
+    return digest.hexdigest()
 
 
 def _dynamic_theta(theta: float, scaling: DynamicScaling, rotary_dim: int, num_positions: int) -> float:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.kv.store import KVStore
+from common.kv.store import KVLayout, KVStore
 from common.model.batch import Chunk, StepOutput
+from common.model.config import ModelConfig
 from common.model.decoder import MoeDecoder
 from common.model.plan import ForwardPlan, plan_forward
 from common.model.scores import score
@@ -15,6 +16,11 @@ from common.routing.capture import RoutingCapture
 
 #: Rows whose logits are in memory at once when prompt tokens are scored: with 150,000 ids and fp32, 40 MB.
 SCORED_AT_ONCE = 64
+
+
+def kv_layout(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVLayout:
+    """What a store must look like for this model."""
+    return KVLayout(config.num_layers, config.num_kv_heads, config.kv_dim, block_size, dtype, config.num_kv_planes)
 
 
 class ModelRunner:
@@ -42,7 +48,7 @@ class ModelRunner:
             return StepOutput(torch.empty(0, self.decoder.config.vocab_size, device=self.decoder.device))
         plan = plan_forward(chunks, self.decoder.config, self._store)
         capture = self._new_capture(plan)
-        x_TH = self.decoder.forward(plan, self._store.kv_L2SGD, capture)
+        x_TH = self.decoder.forward(plan, self._store.kv_LCSGD, capture)
         if capture is not None:
             self._store.write_rows(plan.routed_slots, capture.take()[plan.routed_tokens])
         scored = zip(chunks, plan.first_rows, strict=True)

@@ -25,6 +25,9 @@ from common.model.tokenizer_training import BOS_ID, MIN_VOCAB_SIZE, PAD_ID, writ
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+#: Ending of the one tensor that is fp32 in every checkpoint.
+_CORRECTION = "e_score_correction_bias"
+
 FloatArray = npt.NDArray[np.float32]
 
 
@@ -94,7 +97,7 @@ def _write_weights(out: Path, config: ModelConfig, seed: int, shard_bytes: int) 
     weight_map: dict[str, str] = {}
     for index, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: torch.from_numpy(_draw(name, shapes[name], config, seed)).to(dtype) for name in names}
+        tensors = {name: _tensor(name, shapes[name], config, seed, dtype) for name in names}
         save_file(tensors, out / file, metadata={"format": "pt"})
         (out / file).chmod(0o644)  # safetensors makes it readable by its owner only
         weight_map |= dict.fromkeys(names, file)
@@ -126,17 +129,27 @@ def _draw(name: str, shape: Shape, config: ModelConfig, seed: int) -> FloatArray
     return np.float32(_scale(name, shape, config)) * values
 
 
+def _tensor(name: str, shape: Shape, config: ModelConfig, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    is_fp32 = name.endswith(_CORRECTION)
+    return torch.from_numpy(_draw(name, shape, config, seed)).to(torch.float32 if is_fp32 else dtype)
+
+
 def _scale(name: str, shape: Shape, config: ModelConfig) -> float:
     """Standard deviation of a tensor's values."""
-    if name.endswith(".bias"):
+    if name.endswith(_CORRECTION):  # a fraction of the spread of the scores, which are sigmoids
+        return 0.05
+    if name.endswith(".sinks"):
+        return 0.5
+    if name.endswith(("_bias", ".bias")):
         return 0.1
-    if name.endswith(".gate.weight"):  # a router: logits of standard deviation 2
+    if name.endswith((".gate.weight", ".router.weight")):  # a router: logits of standard deviation 2
         return 2.0 / math.sqrt(config.hidden_size)
     if name == LM_HEAD or (name == EMBEDDING and config.tie_word_embeddings):
         return 3.0 / math.sqrt(config.hidden_size)
     if name == EMBEDDING:
         return 1.0
-    return 1.0 / math.sqrt(shape[-1])
+    # Fused experts are stored as [E, in, out], everything else as [out, in].
+    return 1.0 / math.sqrt(shape[-2 if len(shape) == 3 else -1])
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -344,6 +344,7 @@ class ModelDescription(_message.Message):
     ROUTING_DTYPE_FIELD_NUMBER: _builtins.int
     ROUTING_ENABLED_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_KV_PLANES_FIELD_NUMBER: _builtins.int
     family: _builtins.str
     """Hugging Face model_type, e.g. "qwen3_moe"."""
     fingerprint: _builtins.str
@@ -367,6 +368,8 @@ class ModelDescription(_message.Message):
     """"uint8", "uint16" or "int32"."""
     routing_enabled: _builtins.bool
     """False when the worker runs with routing switched off."""
+    num_kv_planes: _builtins.int
+    """Cached vectors per token, layer and head: 2 (K and V), or 1 compressed one that both are read from."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Union of the end-of-sequence ids of config.json and generation_config.json."""
@@ -390,10 +393,11 @@ class ModelDescription(_message.Message):
         routing_dtype: _builtins.str = ...,
         routing_enabled: _builtins.bool = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_kv_planes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "max_model_len", b"max_model_len", "num_experts", b"num_experts", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "numerics", b"numerics", "routing_dtype", b"routing_dtype", "routing_enabled", b"routing_enabled", "top_k", b"top_k", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "max_model_len", b"max_model_len", "num_experts", b"num_experts", "num_kv_heads", b"num_kv_heads", "num_kv_planes", b"num_kv_planes", "num_layers", b"num_layers", "numerics", b"numerics", "routing_dtype", b"routing_dtype", "routing_enabled", b"routing_enabled", "top_k", b"top_k", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

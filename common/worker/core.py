@@ -18,7 +18,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import MoeDecoder
 from common.model.loader import LoadedModel, load_model
 from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
-from common.model.runner import ModelRunner
+from common.model.runner import ModelRunner, kv_layout
 from common.pb import types_pb2
 from common.process import num_cores
 from common.worker.bridge import EngineBridge
@@ -59,7 +59,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
     torch.set_num_threads(settings.num_threads or num_cores())
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, config)
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, settings.block_size, dtype)
+    layout = kv_layout(config, settings.block_size, dtype)
     num_blocks = _num_usable_blocks(settings, layout, config)
     max_model_len = _max_model_len(settings, config, num_blocks)
     loaded = load_model(path, config, dtype, device, progress=True, max_positions=max_model_len)
@@ -157,8 +157,9 @@ def _describe(
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
         block_size=settings.block_size,
+        num_kv_planes=config.num_kv_planes,
         num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=config.kv_dim,
         routing_dtype=config.routing.dtype.name,
         routing_enabled=settings.enable_return_routed_experts,
         eos_token_ids=sorted(config.eos_token_ids),

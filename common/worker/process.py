@@ -68,6 +68,7 @@ def handoff_identity(core: WorkerCore, instance_id: str) -> HandoffIdentity:
         dtype=model.dtype,
         block_size=model.block_size,
         num_layers=model.num_layers,
+        num_kv_planes=model.num_kv_planes,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         routing_dtype=model.routing_dtype,

@@ -10,11 +10,11 @@ import torch
 from common.engine.grammar import GrammarCompiler, GrammarMatcher
 from common.engine.solo import SoloResult, SoloRunner
 from common.errors import ConfigError, InvalidRequestError
-from common.kv.store import KVLayout, KVStore
+from common.kv.store import KVStore
 from common.model.config import ModelConfig
 from common.model.loader import load_model
 from common.model.numerics import numerics_fingerprint
-from common.model.runner import ModelRunner
+from common.model.runner import ModelRunner, kv_layout
 from common.process import num_cores
 from deploy.client import Json
 from deploy.verify.case import Case
@@ -87,7 +87,7 @@ class SoloOracle:
                 f"the cluster serves other weights (fingerprint {served.fingerprint}) than {path} holds "
                 f"({loaded.fingerprint}); name its checkpoint with --model"
             )
-        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, dtype)
+        layout = kv_layout(config, _BLOCK_SIZE, dtype)
         num_blocks = -(-num_positions // _BLOCK_SIZE) + 1  # one more for the null block
         store = KVStore(layout, config.routing, num_blocks, device)
         runner = ModelRunner(loaded.decoder, store)

@@ -70,6 +70,7 @@ def identity(instance_id: str, **changes: object) -> HandoffIdentity:
         "dtype": "bfloat16",
         "block_size": BLOCK_SIZE,
         "num_layers": 2,
+        "num_kv_planes": 2,
         "num_kv_heads": 2,
         "head_dim": 4,
         "routing_dtype": "uint16",
@@ -89,8 +90,8 @@ def make_store(seed: int, *, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BL
 def fill_store(store: KVStore, seed: int) -> KVStore:
     """As `make_store`, in place."""
     generator = np.random.default_rng(seed)
-    bits = generator.integers(0, 256, store.kv_L2SGD.numel() * store.layout.dtype.itemsize, np.uint8)
-    store.kv_L2SGD.copy_(torch.from_numpy(bits).view(store.layout.dtype).view(store.kv_L2SGD.shape))
+    bits = generator.integers(0, 256, store.kv_LCSGD.numel() * store.layout.dtype.itemsize, np.uint8)
+    store.kv_LCSGD.copy_(torch.from_numpy(bits).view(store.layout.dtype).view(store.kv_LCSGD.shape))
     rows = generator.integers(0, store.routing.num_experts, store.rows_SLK.shape)
     store.write_rows(np.arange(len(rows)), rows.astype(store.routing.dtype))
     return store
@@ -98,8 +99,8 @@ def fill_store(store: KVStore, seed: int) -> KVStore:
 
 def slot_bits(store: KVStore) -> npt.NDArray[np.uint8]:
     """The bytes of every slot, KV and row, uint8 [S, bytes]: comparable although some are NaN."""
-    num_slots = store.kv_L2SGD.shape[2]
-    kv = store.kv_L2SGD.permute(2, 0, 1, 3, 4).contiguous().view(torch.uint8).numpy().reshape(num_slots, -1)
+    num_slots = store.kv_LCSGD.shape[2]
+    kv = store.kv_LCSGD.permute(2, 0, 1, 3, 4).contiguous().view(torch.uint8).numpy().reshape(num_slots, -1)
     rows = np.ascontiguousarray(store.rows_SLK).view(np.uint8).reshape(num_slots, -1)
     return np.concatenate([kv, rows], axis=1)
 

@@ -221,7 +221,7 @@ async def test_without_routing_no_rows_travel(transport: Transport) -> None:
         assert decode.receiver.bytes_received == 7 * TOKEN_BYTES
         assert decode.receiver.rows_received == 0
     np.testing.assert_array_equal(target.rows_SLK, rows)
-    assert not target.kv_L2SGD[:, :, slots([3, 4], 0, 7)].any()
+    assert not target.kv_LCSGD[:, :, slots([3, 4], 0, 7)].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

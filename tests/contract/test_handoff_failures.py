@@ -59,13 +59,14 @@ from tests.contract.transports import Transport
 
 #: One different value for every field that both sides must agree on.
 DIFFERENCES: dict[str, Any] = {
-    "protocol_version": 4,
+    "protocol_version": 5,
     "fingerprint": "beef",
     "weight_version": "8",
     "numerics": "avx2 torch-2.13",
     "dtype": "float32",
     "block_size": 8,
     "num_layers": 3,
+    "num_kv_planes": 1,
     "num_kv_heads": 4,
     "head_dim": 8,
     "routing_dtype": "uint8",
@@ -365,7 +366,7 @@ async def test_the_handshake_comes_first(transport: Transport) -> None:
 
 
 async def test_a_newer_worker_is_refused_in_words_even_if_its_hello_has_more_fields(transport: Transport) -> None:
-    hello = msgspec.to_builtins(Hello(identity=identity("prefill-instance", protocol_version=4)))
+    hello = msgspec.to_builtins(Hello(identity=identity("prefill-instance", protocol_version=5)))
     hello["compression"] = {"zstd": [1, 2, 3]}
     hello["identity"]["sinks"] = 4
     async with (
@@ -375,7 +376,7 @@ async def test_a_newer_worker_is_refused_in_words_even_if_its_hello_has_more_fie
         await prefill.send_raw(msgspec.msgpack.encode(hello))
         answer = await prefill.receive()
         assert isinstance(answer, Refuse)
-        assert answer.reason == "the workers differ in protocol_version: 3 here, 4 on the other side"
+        assert answer.reason == "the workers differ in protocol_version: 4 here, 5 on the other side"
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80", b"", b""], [b"junk", b"more junk"], [b"\x91" * 5_000]])
@@ -433,10 +434,10 @@ class SlowStore(KVStore):
         self.gate = threading.Event()
         self.writing = threading.Event()
 
-    def write_kv(self, slots: SlotArray, kv_L2NGD: torch.Tensor) -> None:
+    def write_kv(self, slots: SlotArray, kv_LCNGD: torch.Tensor) -> None:
         self.writing.set()
         assert self.gate.wait(20)
-        super().write_kv(slots, kv_L2NGD)
+        super().write_kv(slots, kv_LCNGD)
 
 
 async def started_write(store: SlowStore, prefill: ScriptedPrefill, lease: LeaseRef) -> None:

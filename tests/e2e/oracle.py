@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from common.engine.solo import SoloRunner
-from common.kv.store import KVLayout, KVStore
+from common.kv.store import KVStore
 from common.model.families import parse_config
 from common.model.loader import load_model
-from common.model.runner import ModelRunner
+from common.model.runner import ModelRunner, kv_layout
 from common.sampling import SamplingParams, TokenLogprob
 from tests.e2e.cluster import Answer, JsonObject
 
@@ -59,7 +59,7 @@ def _as_record(value: TokenLogprob) -> tuple[int, np.float32, int]:
 def solo_runner(model: Path, dtype: torch.dtype) -> SoloRunner:
     """A solo runner with the whole checkpoint in this process, and blocks for the longest request."""
     config, device = parse_config(model), torch.device("cpu")
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, dtype)
+    layout = kv_layout(config, BLOCK_SIZE, dtype)
     num_blocks = config.max_position_embeddings // BLOCK_SIZE + 2
     store = KVStore(layout, config.routing, num_blocks, device, poison=True)
     loaded = load_model(model, config, dtype, device, progress=False)

@@ -10,12 +10,12 @@ from common.engine.grammar import GrammarCompiler
 from common.engine.loop import Engine
 from common.engine.solo import SoloRunner
 from common.errors import InvalidRequestError
-from common.kv.store import KVLayout, KVStore
+from common.kv.store import KVStore
 from common.model.batch import Runner
 from common.model.decoder import MoeDecoder
 from common.model.families import parse_config
 from common.model.loader import LoadedModel, load_model
-from common.model.runner import ModelRunner
+from common.model.runner import ModelRunner, kv_layout
 from common.pb import types_pb2
 from common.worker.checkpoints import CheckpointLoader
 from common.worker.weights import Load, Weights
@@ -77,6 +77,7 @@ class Kit:
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             block_size=layout.block_size,
+            num_kv_planes=layout.num_planes,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
             routing_dtype=record.dtype.name,
@@ -103,7 +104,7 @@ def checkpoint_kit(
     """A checkpoint, loaded once; free blocks hold NaN."""
     config, device = parse_config(path), torch.device("cpu")
     loaded = load_model(path, config, dtype, device, progress=False)
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+    layout = kv_layout(config, block_size, dtype)
     return Kit(
         make_store=lambda num_blocks: KVStore(layout, config.routing, num_blocks, device, poison=True),
         make_runner=lambda store: ModelRunner(loaded.decoder, store),

@@ -323,7 +323,7 @@ async def test_answers_after_sleep_are_those_from_before(
     async with running_relay(*plans(kit, "disaggregated"), **admin) as relay:
         await relay.client.generate(PROMPT, **LONG)
         await done(relay, f"/sleep?level={level}")
-        assert relay.decode.core.store.kv_L2SGD.numel() == 0
+        assert relay.decode.core.store.kv_LCSGD.numel() == 0
         assert (await relay.client.generate(PROMPT, **LONG)).status == 503
         assert (await call(relay, "/resume"))[0] == 409
         await done(relay, "/wake_up")

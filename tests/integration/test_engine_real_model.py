@@ -11,11 +11,11 @@ import torch
 from common.engine.limits import EngineLimits
 from common.engine.request import EngineRequest, RequestId
 from common.engine.solo import SoloRunner
-from common.kv.store import KVLayout, KVStore
+from common.kv.store import KVStore
 from common.model.decoder import MoeDecoder
 from common.model.families import parse_config
 from common.model.loader import load_model
-from common.model.runner import ModelRunner
+from common.model.runner import ModelRunner, kv_layout
 from common.model.synthesize import synthesize
 from common.sampling import SamplingParams
 from tests.unit.engine.rig import CoreRig, RigPair, Transcript
@@ -31,7 +31,7 @@ class Model:
 
     def store(self, num_blocks: int) -> KVStore:
         config = self.decoder.config
-        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, self.decoder.dtype)
+        layout = kv_layout(config, BLOCK_SIZE, self.decoder.dtype)
         return KVStore(layout, config.routing, num_blocks, torch.device("cpu"), poison=True)
 
     def rig(self, *, num_blocks: int, chunk: int) -> CoreRig:

@@ -34,6 +34,7 @@ IDENTITY = HandoffIdentity(
     dtype="bfloat16",
     block_size=16,
     num_layers=48,
+    num_kv_planes=2,
     num_kv_heads=4,
     head_dim=128,
     routing_dtype="uint8",
@@ -43,15 +44,16 @@ IDENTITY = HandoffIdentity(
     max_model_len=40_960,
 )
 IDENTITY_BYTES = (
-    b"\x8f"
+    b"\xde\x00\x10"
     b"\xabinstance_id\xa1i"
-    b"\xb0protocol_version\x03"
+    b"\xb0protocol_version\x04"
     b"\xabfingerprint\xa1f"
     b"\xaeweight_version\xa10"
     b"\xa8numerics\xa1n"
     b"\xa5dtype\xa8bfloat16"
     b"\xaablock_size\x10"
     b"\xaanum_layers\x30"
+    b"\xadnum_kv_planes\x02"
     b"\xacnum_kv_heads\x04"
     b"\xa8head_dim\xcc\x80"
     b"\xadrouting_dtype\xa5uint8"
@@ -146,7 +148,7 @@ FROM_DECODE: list[tuple[DecodeMessage, bytes]] = [
 
 
 def test_the_version_is_pinned_with_the_bytes() -> None:
-    assert HANDOFF_PROTOCOL_VERSION == 3
+    assert HANDOFF_PROTOCOL_VERSION == 4
 
 
 @pytest.mark.parametrize(("message", "golden"), FROM_PREFILL, ids=lambda value: type(value).__name__)
@@ -183,4 +185,4 @@ def test_the_first_difference_is_a_sentence_with_both_values() -> None:
 
 def test_another_version_is_named_before_anything_else() -> None:
     other = msgspec.structs.replace(IDENTITY, protocol_version=1, fingerprint="g")
-    assert first_difference(IDENTITY, other) == "the workers differ in protocol_version: 3 here, 1 on the other side"
+    assert first_difference(IDENTITY, other) == "the workers differ in protocol_version: 4 here, 1 on the other side"

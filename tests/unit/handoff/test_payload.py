@@ -54,8 +54,8 @@ def test_kv_travels_layer_by_layer_keys_before_values() -> None:
     # Positions 1 and 2 of a sequence in blocks 3 and 1 are slots 7 and 2.
     for layer in range(2):
         for kind in range(2):
-            store.kv_L2SGD[layer, kind, 7] = 100 * layer + 10 * kind + 1
-            store.kv_L2SGD[layer, kind, 2] = 100 * layer + 10 * kind + 2
+            store.kv_LCSGD[layer, kind, 7] = 100 * layer + 10 * kind + 1
+            store.kv_LCSGD[layer, kind, 2] = 100 * layer + 10 * kind + 2
     payload = read_payload(store, blocks(3, 1), 1, 3, routing=False)
     expected = np.array([1, 2, 11, 12, 101, 102, 111, 112], "<f4").tobytes()
     assert (bytes(payload.kv), bytes(payload.rows)) == (expected, b"")
@@ -63,7 +63,7 @@ def test_kv_travels_layer_by_layer_keys_before_values() -> None:
 
 def test_bfloat16_travels_as_its_two_bytes() -> None:
     store = make_store(torch.bfloat16)
-    store.kv_L2SGD[0, 0, 2] = 1.0
+    store.kv_LCSGD[0, 0, 2] = 1.0
     assert bytes(read_payload(store, blocks(1), 0, 1, routing=False).kv) == b"\x80\x3f" + bytes(6)
 
 
@@ -97,18 +97,18 @@ def test_prompt_logprobs_travel_as_twelve_bytes_per_entry() -> None:
 
 def test_a_chunk_of_prompt_logprobs_alone_writes_nothing() -> None:
     store = make_store()
-    store.kv_L2SGD.fill_(1)
+    store.kv_LCSGD.fill_(1)
     payload = read_payload(store, blocks(1), 2, 2, routing=False, scores=empty(2, 0))
     assert (payload.kv.nbytes, payload.rows.nbytes, payload.scores.nbytes) == (0, 0, 24)
     assert write_payload(store, blocks(1), frames(payload, 2, 2)) is None
-    assert store.kv_L2SGD.eq(1).all()
+    assert store.kv_LCSGD.eq(1).all()
 
 
 @pytest.mark.parametrize("readonly", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_read_can_be_written_elsewhere(dtype: torch.dtype, readonly: bool) -> None:
     source, target = make_store(dtype), make_store(dtype)
-    source.kv_L2SGD.copy_(torch.arange(source.kv_L2SGD.numel()).view(source.kv_L2SGD.shape))
+    source.kv_LCSGD.copy_(torch.arange(source.kv_LCSGD.numel()).view(source.kv_LCSGD.shape))
     rows = np.arange(source.rows_SLK.size).reshape(source.rows_SLK.shape).astype(source.routing.dtype)
     source.write_rows(np.arange(len(rows)), rows)
     payload = read_payload(source, blocks(3, 1), 1, 3, routing=True)
@@ -117,8 +117,8 @@ def test_what_was_read_can_be_written_elsewhere(dtype: torch.dtype, readonly: bo
         sent = replace(sent, kv=memoryview(bytes(sent.kv)), rows=memoryview(bytes(sent.rows)))
     assert write_payload(target, blocks(2, 3), sent) is None
     # Positions 1 and 2 in blocks 2 and 3 are slots 5 and 6; they came from slots 7 and 2.
-    assert torch.equal(target.kv_L2SGD[:, :, [5, 6]], source.kv_L2SGD[:, :, [7, 2]])
-    assert not target.kv_L2SGD[:, :, [0, 1, 2, 3, 4, 7]].any()
+    assert torch.equal(target.kv_LCSGD[:, :, [5, 6]], source.kv_LCSGD[:, :, [7, 2]])
+    assert not target.kv_LCSGD[:, :, [0, 1, 2, 3, 4, 7]].any()
     np.testing.assert_array_equal(target.read_rows(np.array([5, 6])), rows[[7, 2]])
     with pytest.raises(RoutingMissingError):
         target.read_rows(np.array([4]))
@@ -127,7 +127,7 @@ def test_what_was_read_can_be_written_elsewhere(dtype: torch.dtype, readonly: bo
 @pytest.mark.parametrize("damaged", ["kv", "rows", "scores"])
 def test_one_flipped_bit_is_found_before_anything_is_written(damaged: str) -> None:
     source, target = make_store(), make_store()
-    source.kv_L2SGD.fill_(1)
+    source.kv_LCSGD.fill_(1)
     source.write_rows(np.arange(8), np.ones((8, 2, 1), source.routing.dtype))
     sent = frames(read_payload(source, blocks(1), 0, 2, routing=True, scores=empty(2, 1)), 0, 2)
     damage = bytearray(getattr(sent, damaged))
@@ -135,6 +135,6 @@ def test_one_flipped_bit_is_found_before_anything_is_written(damaged: str) -> No
     complaint = write_payload(target, blocks(1), with_payload(sent, damaged, memoryview(damage)))
     assert complaint is not None
     assert "checksum" in complaint
-    assert not target.kv_L2SGD.any()
+    assert not target.kv_LCSGD.any()
     with pytest.raises(RoutingMissingError):
         target.read_rows(np.array([2]))

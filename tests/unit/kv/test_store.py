@@ -35,12 +35,12 @@ def test_token_bytes_count_k_and_v_of_all_layers() -> None:
 
 def test_kv_comes_back_in_the_order_of_the_slots() -> None:
     here, slots = store(), slots_of(BLOCKS, 2, 9, 4)
-    kv_L2NGD = torch.arange(3 * 2 * 7 * 2 * 4, dtype=torch.float32).reshape(3, 2, 7, 2, 4).bfloat16()
-    here.write_kv(slots, kv_L2NGD)
-    assert torch.equal(here.read_kv(slots), kv_L2NGD)
-    assert torch.equal(here.read_kv(slots[::-1].copy()), kv_L2NGD.flip(2))
+    kv_LCNGD = torch.arange(3 * 2 * 7 * 2 * 4, dtype=torch.float32).reshape(3, 2, 7, 2, 4).bfloat16()
+    here.write_kv(slots, kv_LCNGD)
+    assert torch.equal(here.read_kv(slots), kv_LCNGD)
+    assert torch.equal(here.read_kv(slots[::-1].copy()), kv_LCNGD.flip(2))
     assert here.read_kv(slots).is_contiguous()
-    assert here.kv_L2SGD.float().abs().sum() == kv_L2NGD.float().abs().sum()
+    assert here.kv_LCSGD.float().abs().sum() == kv_LCNGD.float().abs().sum()
 
 
 def test_rows_come_back_as_a_copy_in_the_models_dtype() -> None:
@@ -93,7 +93,7 @@ def test_a_block_has_rows_when_every_slot_has() -> None:
 def test_poison_spares_the_null_block() -> None:
     here = store(poison=True)
     here.free_blocks(BLOCKS)
-    assert not here.kv_L2SGD[:, :, :4].any()
+    assert not here.kv_LCSGD[:, :, :4].any()
 
 
 def test_nothing_to_clear_or_to_free_is_fine() -> None:
@@ -107,10 +107,10 @@ def test_released_memory_comes_back_blank(poison: bool) -> None:
     kept = store(poison=poison)
     slots = slots_of(BLOCKS, 0, 12, 4)
     kept.write_kv(slots, torch.ones(3, 2, 12, 2, 4, dtype=torch.bfloat16))
-    shape = kept.kv_L2SGD.shape
+    shape = kept.kv_LCSGD.shape
     kept.release()
-    assert kept.kv_L2SGD.untyped_storage().nbytes() == 0
+    assert kept.kv_LCSGD.untyped_storage().nbytes() == 0
     kept.restore()
-    assert (kept.kv_L2SGD.shape, kept.kv_L2SGD.dtype) == (shape, torch.bfloat16)
+    assert (kept.kv_LCSGD.shape, kept.kv_LCSGD.dtype) == (shape, torch.bfloat16)
     content = kept.read_kv(slots)
     assert bool(content.isnan().all() if poison else (content == 0).all())

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from common.kv.pool import BlockId
-from common.kv.store import KVLayout, KVStore, slots_of
+from common.kv.store import KVStore, slots_of
 from common.model.batch import Chunk
 from common.model.decoder import MoeDecoder
 from common.model.families import parse_config
 from common.model.loader import load_model
 from common.model.plan import plan_forward
-from common.model.runner import ModelRunner
+from common.model.runner import ModelRunner, kv_layout
 from common.model.synthesize import synthesize
 from common.routing.record import RoutingArray
 
@@ -42,7 +42,7 @@ class Harness:
     def __init__(self, decoder: MoeDecoder, *, num_blocks: int = 128, seed: int = 0) -> None:
         self.decoder = decoder
         config = decoder.config
-        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, decoder.dtype)
+        layout = kv_layout(config, BLOCK_SIZE, decoder.dtype)
         self.store = KVStore(layout, config.routing, num_blocks, CPU, poison=True)
         self.runner = ModelRunner(decoder, self.store)
         self._free = [BlockId(b) for b in 1 + np.random.default_rng(seed).permutation(num_blocks - 1)]
@@ -58,7 +58,7 @@ class Harness:
         """Logits [len(tokens), V] of every position of one chunk; stores KV and rows as the runner does."""
         self.runner.execute([chunk(tokens, start, blocks)])
         plan = plan_forward([chunk(tokens, start, blocks)], self.decoder.config, self.store)
-        return self.decoder.logits(self.decoder.forward(plan, self.store.kv_L2SGD, None))
+        return self.decoder.logits(self.decoder.forward(plan, self.store.kv_LCSGD, None))
 
     def rows(self, blocks: Sequence[BlockId], num_tokens: int) -> RoutingArray:
         return self.store.read_rows(slots_of(blocks, 0, num_tokens, BLOCK_SIZE))

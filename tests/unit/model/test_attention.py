@@ -56,11 +56,11 @@ def store() -> KVStore:
 def test_decode_steps_and_chunks_match_plain_attention(store: KVStore, window: int | None) -> None:
     long, short, chunked = _Sequence(store, 2 * TILE + 5, 1), _Sequence(store, 3, 50), _Sequence(store, TILE + 9, 60)
     chunks = [long.chunk(2 * TILE + 4, 2 * TILE + 5), short.chunk(2, 3), chunked.chunk(TILE - 20, TILE + 9)]
-    groups = plan_groups(chunks, _HEADS, window, store.layout, store.kv_L2SGD.shape[2], _CPU)
+    groups = plan_groups(chunks, _HEADS, window, store.layout, store.kv_LCSGD.shape[2], _CPU)
     assert [(group.tokens, group.num_sequences) for group in groups] == [(slice(0, 2), 2), (slice(2, 31), 1)]
 
     q = torch.cat((long.q[-1:], short.q[-1:], chunked.q[TILE - 20 :]))
-    cache = store.kv_L2SGD[0].view(-1, _HEAD_DIM)
+    cache = store.kv_LCSGD[0].view(-1, _HEAD_DIM)
     output = torch.cat([group.attend(q[group.tokens], cache, _KV_HEADS) for group in groups])
 
     positions = [(long, 2 * TILE + 4), (short, 2), *((chunked, p) for p in range(TILE - 20, TILE + 9))]
@@ -73,6 +73,6 @@ def test_tiles_before_the_window_are_not_read(store: KVStore) -> None:
     planned = {}
     for window in (None, 4, 5, 6):
         chunks = [sequence.chunk(2 * TILE + 4, 2 * TILE + 5)]
-        (group,) = plan_groups(chunks, _HEADS, window, store.layout, store.kv_L2SGD.shape[2], _CPU)
+        (group,) = plan_groups(chunks, _HEADS, window, store.layout, store.kv_LCSGD.shape[2], _CPU)
         planned[window] = len(group.tiles)
     assert planned == {None: 3, 4: 1, 5: 1, 6: 2}

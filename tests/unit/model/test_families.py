@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.errors import CheckpointError
-from common.model.config import ModelConfig, RopeConfig
+from common.model.config import GroupedAttention, ModelConfig, RopeConfig, RouterConfig
 from common.model.families import config_from_json, parse_config
 
 #: The shape of a published Qwen3-MoE config.json, in the spelling of transformers 4.
@@ -76,10 +76,9 @@ def _parse(base: dict[str, Any], *, without: tuple[str, ...] = (), **changes: An
 
 def test_a_qwen3_moe_config() -> None:
     config = _parse(_QWEN)
-    assert (config.num_layers, config.num_experts, config.top_k, config.expert_size) == (48, 128, 8, 768)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 4, 128)
-    assert config.qk_norm
-    assert config.norm_topk_prob
+    assert (config.num_layers, config.num_experts, config.top_k, config.experts.size) == (48, 128, 8, 768)
+    assert config.attention == GroupedAttention(32, 4, 128, rotary_dim=128, qk_norm="head")
+    assert config.router == RouterConfig(normalize=True)
     assert config.moe_layers == frozenset(range(48))
     assert config.sliding_windows == (None,) * 48
     assert config.rope == RopeConfig(theta=1_000_000.0)
@@ -89,9 +88,9 @@ def test_a_qwen3_moe_config() -> None:
 
 def test_a_mixtral_config() -> None:
     config = _parse(_MIXTRAL)
-    assert (config.num_experts, config.top_k, config.expert_size, config.head_dim) == (8, 2, 14336, 128)
-    assert not config.qk_norm
-    assert config.norm_topk_prob  # always, although no key says so
+    assert (config.num_experts, config.top_k, config.experts.size) == (8, 2, 14336)
+    assert config.attention == GroupedAttention(32, 8, 128, rotary_dim=128)
+    assert config.router == RouterConfig(normalize=True)  # always, although no key says so
 
 
 def test_both_spellings_mean_the_same() -> None:
@@ -106,8 +105,8 @@ def test_absent_keys_take_the_family_defaults() -> None:
     qwen, mixtral = _parse(_QWEN, without=optional), _parse(_MIXTRAL, without=optional)
     assert (qwen.rope.theta, mixtral.rope.theta) == (10_000.0, 1_000_000.0)
     assert (qwen.rms_norm_eps, mixtral.rms_norm_eps) == (1e-6, 1e-5)
-    assert not qwen.norm_topk_prob
-    assert (qwen.dtype, qwen.head_dim) == ("float32", 64)
+    assert not qwen.router.normalize
+    assert (qwen.dtype, qwen.kv_dim) == ("float32", 64)
 
 
 def test_dense_layers_among_moe_layers() -> None:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.model.moe import Dispatch, Experts, MoeFeedForward, Router, combine
+from common.model.config import RouterConfig
+from common.model.moe import Dispatch, Experts, MoeFeedForward, combine
+from common.model.router import Router
 
 
 def _draw(*shape: int) -> torch.Tensor:
@@ -13,7 +15,8 @@ def _draw(*shape: int) -> torch.Tensor:
 
 def _router_with_logits(rows: list[list[float]], top_k: int, *, norm: bool = True) -> tuple[Router, torch.Tensor]:
     """A router whose logits for the returned input are exactly `rows`: one-hot inputs pick columns of the weight."""
-    return Router(torch.tensor(rows).T.contiguous(), top_k, norm), torch.eye(len(rows))
+    router = Router(RouterConfig(normalize=norm), top_k, torch.tensor(rows).T.contiguous())
+    return router, torch.eye(len(rows))
 
 
 def test_experts_come_by_descending_score_and_ties_go_to_the_lower_id() -> None:
@@ -48,7 +51,8 @@ def test_combine_adds_in_top_k_order() -> None:
 def test_the_block_is_the_weighted_sum_of_its_experts() -> None:
     num_experts, hidden, width, num_tokens = 6, 20, 12, 9
     gate_up, down = _draw(num_experts, 2 * width, hidden), _draw(num_experts, hidden, width)
-    block = MoeFeedForward(Router(_draw(num_experts, hidden), 3, True), Experts(list(gate_up), list(down)))
+    router = Router(RouterConfig(normalize=True), 3, _draw(num_experts, hidden))
+    block = MoeFeedForward(router, Experts(list(gate_up), list(down)))
     x = _draw(num_tokens, hidden)
     ids, weights = block.router.choose(x)
     expected = np.zeros((num_tokens, hidden))

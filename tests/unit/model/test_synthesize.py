@@ -54,7 +54,7 @@ def test_the_bench_preset_has_the_published_size() -> None:
     shapes = checkpoint_tensors(config)
     assert round(sum(map(math.prod, shapes.values())) / 1e6) == 701
     assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (12, 1024, 16, 4)
-    assert (config.head_dim, config.num_experts, config.top_k, config.expert_size) == (64, 32, 4, 512)
+    assert (config.kv_dim, config.num_experts, config.top_k, config.experts.size) == (64, 32, 4, 512)
     assert (config.vocab_size, config.dtype) == (32_000, "bfloat16")
 
 

@@ -282,20 +282,20 @@ async def test_sleep_empties_the_prefix_cache(rig: Rig, level: int) -> None:
 @pytest.mark.parametrize("level", [1, 2])
 async def test_sleep_gives_memory_back_and_wake_up_takes_it_again(rig: Rig, level: int) -> None:
     rig.on_disk = "f7"
-    shape = rig.store.kv_L2SGD.shape
+    shape = rig.store.kv_LCSGD.shape
     with pytest.raises(ConflictError, match="running"):
         await rig.control.sleep(level)
     await rig.control.pause(PauseMode.KEEP)
     await rig.control.sleep(level)
     assert rig.control.sleep_level == level
-    assert rig.store.kv_L2SGD.numel() == 0
+    assert rig.store.kv_LCSGD.numel() == 0
     assert rig.used == ([("7", False, "engine")] if level == 2 else [])
     with pytest.raises(ConflictError, match="wake it up"):
         await rig.control.resume()
     rig.assert_state(PauseState.PAUSED)
     await rig.control.wake_up()
     assert rig.control.sleep_level == 0
-    assert rig.store.kv_L2SGD.shape == shape
+    assert rig.store.kv_LCSGD.shape == shape
     assert rig.used[1:] == ([("7", True, "engine")] if level == 2 else [])
     rig.assert_state(PauseState.PAUSED)
     await rig.control.wake_up()  # does nothing
@@ -308,7 +308,7 @@ async def test_a_worker_with_live_requests_does_not_sleep(rig: Rig) -> None:
         await rig.control.pause(PauseMode.KEEP)
         with pytest.raises(ConflictError, match="1 requests are live"):
             await rig.control.sleep(1)
-    assert rig.store.kv_L2SGD.numel() > 0
+    assert rig.store.kv_LCSGD.numel() > 0
 
 
 @pytest.mark.parametrize("level", [0, 3])

@@ -1,0 +1,112 @@
+"""The supported MoE families, one module each. Imports no torch.
+
+Adding one that computes with what the decoder has is a short module here: see docs/add-a-model.md.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.errors import CheckpointError
+from common.model.config import ModelConfig, read_json
+from common.model.config_reader import ConfigReader
+from common.model.families import mixtral, qwen3_moe
+from common.model.families.family import Family
+
+_ALL = (
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+)
+
+#: Every supported family by its `model_type`.
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
+
+_SUPPORTED = ", ".join(f"{family.model_type} ({family.architecture})" for family in _ALL)
+
+
+def parse_config(path: Path) -> ModelConfig:
+    """Reads config.json and, where there is one, generation_config.json of a checkpoint directory.
+
+    Raises:
+        CheckpointError: a file or key is missing or wrong, or the model is not a supported MoE model.
+    """
+    generation = path / "generation_config.json"
+    return config_from_json(
+        read_json(path / "config.json"),
+        read_json(generation) if generation.exists() else {},
+        source=str(path / "config.json"),
+    )
+
+
+def config_from_json(values: Mapping[str, Any], generation: Mapping[str, Any], *, source: str) -> ModelConfig:
+    """As `parse_config`, from parsed JSON; `source` names the file in complaints."""
+    reader = ConfigReader(values, source)
+    family = _find_family(reader)
+    _refuse_unsupported(reader)
+    _refuse_dense(reader, family)
+    generation_reader = ConfigReader(generation, "generation_config.json")
+    eos_token_ids = frozenset(reader.integers("eos_token_id") + generation_reader.integers("eos_token_id"))
+    config = dataclasses.replace(family.read(reader), eos_token_ids=eos_token_ids)
+    _check_sizes(config, reader)
+    return config
+
+
+def _find_family(reader: ConfigReader) -> Family:
+    architectures = reader.raw("architectures")
+    model_type = reader.raw("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or (architectures and family.architecture not in architectures):
+        raise CheckpointError(
+            f"{reader.source}: model_type {model_type!r} with architectures {architectures!r} is not supported; "
+            f"supported mixture-of-experts models: {_SUPPORTED}"
+        )
+    return family
+
+
+def _refuse_unsupported(reader: ConfigReader) -> None:
+    """Refuses settings that would change the result and that nothing here computes."""
+    activation = reader.text("hidden_act", default="silu")
+    if activation not in ("silu", "swish"):
+        reader.fail("hidden_act", activation, "'silu'")
+    if reader.raw("quantization_config") is not None:
+        raise CheckpointError(
+            f"{reader.source}: quantization_config is set; only float32 and bfloat16 weights are supported, "
+            "convert the checkpoint first"
+        )
+
+
+def _refuse_dense(reader: ConfigReader, family: Family) -> None:
+    if reader.raw(*family.num_experts_keys) in (None, 0):
+        raise CheckpointError(
+            f"{reader.source}: {family.num_experts_keys[0]} is missing or 0, so this is a dense model, which has no "
+            f"routing; supported mixture-of-experts models: {_SUPPORTED}"
+        )
+
+
+def _check_sizes(config: ModelConfig, reader: ConfigReader) -> None:
+    if not config.moe_layers:
+        raise CheckpointError(
+            f"{reader.source}: its settings leave no MoE layer, so this is a dense model, which has no routing; "
+            f"supported mixture-of-experts models: {_SUPPORTED}"
+        )
+    if config.top_k > config.num_experts:
+        reader.fail("num_experts_per_tok", config.top_k, f"at most the number of experts, {config.num_experts}")
+    _check_groups(config, reader)
+    beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]
+    if beyond:
+        reader.fail("eos_token_id", beyond[0], f"below vocab_size, {config.vocab_size}")
+
+
+def _check_groups(config: ModelConfig, reader: ConfigReader) -> None:
+    """Groups of experts have one size, and enough of them are kept to choose from."""
+    router = config.router
+    if config.num_experts % router.num_groups:
+        reader.fail("n_group", router.num_groups, f"a divisor of the {config.num_experts} experts")
+    size = config.num_experts // router.num_groups
+    if router.num_groups_kept > router.num_groups:
+        reader.fail("topk_group", router.num_groups_kept, f"at most n_group, {router.num_groups}")
+    if size < router.num_group_scores:
+        reader.fail("n_group", router.num_groups, f"such that a group has {router.num_group_scores} experts")
+    if router.num_groups_kept * size < config.top_k:
+        reader.fail("topk_group", router.num_groups_kept, f"enough groups of {size} to choose {config.top_k} experts")

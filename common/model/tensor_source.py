@@ -1,0 +1,61 @@
+"""The tensors of an open checkpoint on their way into a decoder: converted, placed, and digested."""
+
+import dataclasses
+import json
+
+import torch
+import xxhash
+
+from common.model.checkpoint import CheckpointFiles
+from common.model.config import ModelConfig
+from common.model.progress import Advance
+
+
+class TensorSource:
+    """Copies tensors into place, converted, and keeps a digest of each as it stood in the checkpoint."""
+
+    def __init__(self, files: CheckpointFiles, dtype: torch.dtype, device: torch.device, advance: Advance) -> None:
+        self._files = files
+        self._dtype = dtype
+        self._device = device
+        self._advance = advance
+        self._digests: dict[str, str] = {}
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Uninitialised, in the compute dtype."""
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor as it stands in the checkpoint, on the CPU; valid while the files are open."""
+        tensor = self._files.read(name)
+        raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        self._digests[name] = f"{list(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}"
+        self._advance(raw.nbytes)
+        return tensor
+
+    def fill(self, out: torch.Tensor, name: str) -> None:
+        """Copies one tensor into `out`, which has its shape."""
+        out.copy_(self.read(name))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """In the compute dtype."""
+        out = self.empty(*self._files.shape(name))
+        self.fill(out, name)
+        return out
+
+    def fp32(self, name: str) -> torch.Tensor:
+        """In fp32, not rounded to the compute dtype on the way."""
+        return self.read(name).to(self._device, torch.float32, copy=True)
+
+    def joined(self, *names: str) -> torch.Tensor:
+        """Tensors one below the other, along the first dimension."""
+        sizes = [self._files.shape(name)[0] for name in names]
+        out = self.empty(sum(sizes), *self._files.shape(names[0])[1:])
+        for part, name in zip(torch.split(out, sizes), names, strict=True):
+            self.fill(part, name)
+        return out
+
+    def fingerprint(self, config: ModelConfig) -> str:
+        lines = [json.dumps(dataclasses.asdict(config), sort_keys=True, default=sorted)]
+        lines += [f"{name} {self._digests[name]}" for name in sorted(self._digests)]
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
