@@ -189,7 +189,7 @@ def test_refusals_name_key_and_value(scaling: Any, words: str) -> None:
         read(rope_scaling=scaling)
 
 
-@pytest.mark.parametrize("theta", [0, -1e4, 1.0, math.nan, "10000", True])
+@pytest.mark.parametrize("theta", [0, -1e4, 1.0, math.nan, 10**400, "10000", True])
 def test_a_base_that_is_none_is_refused(theta: object) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: rope_theta is"):
         read(rope_theta=theta)
