@@ -1,5 +1,6 @@
 """Typed access to the keys of a checkpoint's config.json; every complaint names the file, the key and the value."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -37,7 +38,7 @@ class ConfigReader:
     def number(self, *names: str, default: float | None = None) -> float:
         """A positive, finite number."""
         value = self._present(names, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             self.fail(names[0], value, "a positive number")
         return float(value)
 
