@@ -64,12 +64,16 @@ def read_model(
     rope_theta: float,
     rms_norm_eps: float,
     sliding_windows: Sequence[int | None] | None = None,
+    rope_section: Mapping[str, object] | None = None,
+    dtype: str = "float32",
 ) -> ModelConfig:
     """Adds what every family spells alike.
 
     Args:
         rope_theta: what transformers assumes when the key is absent; likewise `rms_norm_eps`.
         sliding_windows: one per layer; None: full attention in all of them.
+        rope_section: what transformers assumes when no key says how positions are scaled.
+        dtype: that of the weights when no key gives it.
     """
     num_layers = reader.count("num_hidden_layers")
     return ModelConfig(
@@ -86,9 +90,9 @@ def read_model(
         tie_word_embeddings=reader.flag("tie_word_embeddings", default=False),
         rms_norm_eps=reader.number("rms_norm_eps", default=rms_norm_eps),
         max_position_embeddings=reader.count("max_position_embeddings"),
-        rope=read_rope(reader, rope_theta, attention.rotary_dim),
+        rope=read_rope(reader, rope_theta, attention.rotary_dim, default_section=rope_section),
         sliding_windows=tuple(sliding_windows or [None] * num_layers),
-        dtype=reader.text("dtype", "torch_dtype", default="float32").removeprefix("torch."),
+        dtype=reader.text("dtype", "torch_dtype", default=dtype).removeprefix("torch."),
     )
 
 
@@ -101,11 +105,14 @@ def read_grouped_attention(
     clip_qkv: float | None = None,
     sinks: bool = False,
     default_rotary_share: float | None = None,
+    default_head_dim: int | None = None,
 ) -> GroupedAttention:
-    """Heads from the keys that all families spell alike. `default_rotary_share` is that of `read_rotary_share`."""
+    """Heads from the keys that all families spell alike. `default_rotary_share` is that of `read_rotary_share`; a head
+    has `default_head_dim` dimensions where no key says how many, or its part of the hidden size.
+    """
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
     num_kv_heads = reader.count("num_key_value_heads", default=num_heads)
-    head_dim = reader.count("head_dim", default=max(hidden_size // num_heads, 1))
+    head_dim = reader.count("head_dim", default=default_head_dim or max(hidden_size // num_heads, 1))
     if num_heads % num_kv_heads:
         reader.fail("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} attention heads")
     rotary_dim = int(head_dim * read_rotary_share(reader, default_rotary_share))

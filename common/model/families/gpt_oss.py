@@ -1,0 +1,94 @@
+"""gpt-oss (OpenAI, gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import CheckpointError
+from common.model.config import ExpertsConfig, ModelConfig, RouterConfig
+from common.model.config_reader import ConfigReader
+from common.model.families.family import Family, TensorNames, read_grouped_attention, read_model
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts")
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+#: What transformers assumes where config.json says nothing of scaling; published checkpoints say the same.
+_ROPE_SECTION = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _read(reader: ConfigReader) -> ModelConfig:
+    bias = reader.flag("attention_bias", default=True)
+    experts = ExpertsConfig(
+        num_experts=reader.count(*_NUM_EXPERTS),
+        size=reader.count("intermediate_size"),
+        bias=True,
+        activation="clamped_swiglu",
+        alpha=reader.number("swiglu_alpha", default=1.702),
+        limit=reader.number("swiglu_limit", default=7.0),
+    )
+    return read_model(
+        reader,
+        "gpt_oss",
+        attention=read_grouped_attention(reader, qkv_bias=bias, out_bias=bias, sinks=True, default_head_dim=64),
+        experts=experts,
+        router=RouterConfig(scoring="chosen_softmax", bias=True),
+        moe_layers=frozenset(range(reader.count("num_hidden_layers"))),
+        dense_size=experts.size,
+        rope_theta=150_000.0,
+        rope_section=_ROPE_SECTION,
+        rms_norm_eps=1e-5,
+        sliding_windows=_read_windows(reader),
+        # Published checkpoints leave it out, and hold bfloat16 beside the quantised experts.
+        dtype="bfloat16",
+    )
+
+
+def _read_windows(reader: ConfigReader) -> list[int | None]:
+    """Every other layer attends to a window, from the first on, unless `layer_types` says which."""
+    num_layers, window = reader.count("num_hidden_layers"), reader.count("sliding_window", default=128)
+    kinds = reader.raw("layer_types")
+    if kinds is None:
+        return [None if index % 2 else window for index in range(num_layers)]
+    if not isinstance(kinds, list) or any(kind not in (_SLIDING, _FULL) for kind in kinds):
+        reader.fail("layer_types", kinds, f"a list of {_SLIDING!r} and {_FULL!r}")
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"{reader.source}: layer_types names {len(kinds)} layers, num_hidden_layers {num_layers}")
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def _synthetic(common: Mapping[str, Any]) -> Mapping[str, Any]:
+    factor = 32
+    return {
+        "attention_bias": True,
+        "initial_context_length": common["max_position_embeddings"] // factor,
+        # Alternating; left out, so that it goes with any number of layers.
+        "layer_types": None,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            **_ROPE_SECTION,
+            "factor": float(factor),
+            "original_max_position_embeddings": common["max_position_embeddings"] // factor,
+        },
+        "rope_theta": 150_000.0,
+        "sliding_window": 32,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    }
+
+
+FAMILY = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _read,
+    _NUM_EXPERTS,
+    TensorNames(router="router", experts="fused"),
+    synthetic=_synthetic,
+    expert_size_key="intermediate_size",
+)
