@@ -8,8 +8,12 @@ from pathlib import Path
 from common.arguments import ArgumentParser
 from common.model.families import FAMILIES
 from common.model.presets import PRESETS
+from common.model.quantized.config import MXFP4, block_fp8
 from deploy.arguments import integer
 from deploy.extras import needs_worker_extra
+
+#: The forms in which published checkpoints come.
+_QUANTIZATIONS = {"fp8": block_fp8(), "mxfp4": MXFP4}
 
 Override = bool | int | float | str | list[object] | None
 
@@ -39,6 +43,7 @@ def _parser() -> ArgumentParser:
         dest="overrides",
         help="a value of config.json instead of the preset's, e.g. num_experts=257 or mlp_only_layers=[0]; repeatable",
     )
+    parser.add_argument("--quantization", choices=_QUANTIZATIONS, help="store weights in this form")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; must be empty or not exist")
     return parser
 
@@ -48,6 +53,13 @@ def main(argv: Sequence[str]) -> int:
     with needs_worker_extra("make-model"):
         from common.model.synthesize import synthesize
 
-    synthesize(arguments.family, arguments.preset, arguments.seed, dict(arguments.overrides), arguments.out)
+    synthesize(
+        arguments.family,
+        arguments.preset,
+        arguments.seed,
+        dict(arguments.overrides),
+        arguments.out,
+        quantization=_QUANTIZATIONS[arguments.quantization] if arguments.quantization else None,
+    )
     print(arguments.out)
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import CheckpointError
+from common.model.quantized.config import Quantization
 from common.model.rope_scaling import DynamicScaling, LinearScaling, RopeScaling
 from common.routing.record import RoutingLayout
 
@@ -142,6 +143,8 @@ class ModelConfig:
     #: "float32" or "bfloat16": what the checkpoint declares; used for dtype "auto".
     dtype: str
     eos_token_ids: frozenset[int] = frozenset()
+    #: How the weights are stored, where that is not as plain numbers.
+    quantization: Quantization | None = None
     #: Layers behind the last one that predict further tokens; their tensors are left alone.
     num_extra_layers: int = 0
 

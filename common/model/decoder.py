@@ -42,7 +42,7 @@ class DecoderLayer:
 class MoeDecoder:
     """A whole model: weights and arithmetic, no cache of its own. Everything runs under `torch.inference_mode`.
 
-    Sequences have at most `max_positions` tokens, by default as many as the checkpoint allows.
+    Sequences have at most `max_positions` tokens, by default as many as the checkpoint was trained for.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class MoeDecoder:
         self._layers = tuple(layers)
         self._final_norm_H = final_norm_H
         self._lm_head_VH = lm_head_VH
-        limit = config.max_position_embeddings
-        num_positions = limit if max_positions is None else min(limit, max_positions)
-        self._rotary = RotaryTable(config.rope, config.attention.rotary_dim, self.device, num_positions)
+        self.max_positions = config.max_position_embeddings if max_positions is None else max_positions
+        self._rotary = RotaryTable(config.rope, config.attention.rotary_dim, self.device, self.max_positions)
 
     def forward(self, plan: ForwardPlan, kv_LCSGD: torch.Tensor, capture: RoutingCapture | None) -> torch.Tensor:
         """Last hidden states [T, H]; writes K and V of every token, and its routing if `capture` is given."""

@@ -6,12 +6,14 @@ from pathlib import Path
 import torch
 
 from common.errors import CheckpointError
-from common.model.checkpoint import CheckpointFiles
+from common.model.checkpoint import CheckpointTensors
 from common.model.config import ModelConfig
 from common.model.decoder import MoeDecoder
 from common.model.layer_loader import load_layer
 from common.model.layers import prepare_weight
 from common.model.progress import loading_progress
+from common.model.quantized.files import open_checkpoint
+from common.model.rope import rotary_digest
 from common.model.tensor_source import TensorSource
 from common.model.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, checkpoint_tensors
 
@@ -21,7 +23,8 @@ class LoadedModel:
     """A decoder and the fingerprint of the checkpoint that it came from."""
 
     decoder: MoeDecoder
-    #: xxh3-128, hex, over the configuration and name, shape, dtype and bytes of every tensor, however it is sharded.
+    #: xxh3-128, hex, over the configuration, rotary frequencies, and name, shape, dtype and bytes of every tensor,
+    #: however it is sharded.
     fingerprint: str
 
 
@@ -38,17 +41,22 @@ def load_model(
 
     Args:
         progress: draw a progress bar on stderr, or log lines where that is no terminal.
-        max_positions: length of the longest sequence; by default what the checkpoint allows. A table has that size.
+        max_positions: length of the longest sequence; by default what the checkpoint was trained for. A table has
+            that size, and kinds of rotary scaling that depend on the length take this one.
 
     Raises:
         CheckpointError: a file is broken, or a tensor is missing, unknown or of the wrong shape.
     """
-    with CheckpointFiles(path) as files, loading_progress(files.num_bytes, enabled=progress) as advance:
+    with (
+        open_checkpoint(path, config.quantization) as files,
+        loading_progress(files.num_bytes, enabled=progress) as advance,
+    ):
         files.check(checkpoint_tensors(config), optional=_optional_tensors(config))
         source = TensorSource(files, dtype, device, advance)
         decoder = _build_decoder(source, config, max_positions)
         _check_tied_head(files, config)
-    return LoadedModel(decoder, source.fingerprint(config))
+    rotary = rotary_digest(config.rope, config.attention.rotary_dim, decoder.max_positions)
+    return LoadedModel(decoder, source.fingerprint(config, rotary))
 
 
 def _build_decoder(source: TensorSource, config: ModelConfig, max_positions: int | None) -> MoeDecoder:
@@ -63,7 +71,7 @@ def _optional_tensors(config: ModelConfig) -> frozenset[str]:
     return frozenset({LM_HEAD}) if config.tie_word_embeddings else frozenset()
 
 
-def _check_tied_head(files: CheckpointFiles, config: ModelConfig) -> None:
+def _check_tied_head(files: CheckpointTensors, config: ModelConfig) -> None:
     """A tied checkpoint may repeat the embedding as its head, but not contradict it."""
     if config.tie_word_embeddings and LM_HEAD in files and not torch.equal(files.read(LM_HEAD), files.read(EMBEDDING)):
         raise CheckpointError(

@@ -20,6 +20,8 @@ from common.errors import CheckpointError, ConfigError
 from common.model.config import ModelConfig
 from common.model.families import config_from_json
 from common.model.presets import PRESETS, synthetic_config
+from common.model.quantized.config import Quantization
+from common.model.quantized.pack import pack_tensor
 from common.model.tensors import EMBEDDING, LM_HEAD, Shape, checkpoint_tensors
 from common.model.tokenizer_training import BOS_ID, MIN_VOCAB_SIZE, PAD_ID, write_tokenizer
 
@@ -38,6 +40,7 @@ def synthesize(
     overrides: Mapping[str, Any],
     out: Path,
     *,
+    quantization: Quantization | None = None,
     shard_bytes: int | None = None,
 ) -> None:
     """Writes a checkpoint with a tokenizer into `out`; the same arguments give the same bytes.
@@ -48,12 +51,15 @@ def synthesize(
         seed: not negative.
         overrides: config.json values that replace the preset's, e.g. {"num_experts": 257}.
         out: a directory that does not exist yet or is empty.
-        shard_bytes: largest safetensors file, instead of the preset's.
+        quantization: how weights are stored that published checkpoints of this kind quantise; None: as they are.
+        shard_bytes: largest safetensors file before quantisation, instead of the preset's.
 
     Raises:
         ConfigError: an argument is wrong; the message says which and why.
     """
     values = synthetic_config(family, preset, overrides)
+    if quantization is not None:
+        values["quantization_config"] = quantization.to_json()
     config = _check(values, seed)
     _make_empty(out)
     _write_weights(out, config, seed, shard_bytes or PRESETS[preset].shard_bytes)
@@ -95,14 +101,16 @@ def _write_weights(out: Path, config: ModelConfig, seed: int, shard_bytes: int) 
     dtype = _DTYPES[config.dtype]
     shards = list(_plan_shards(shapes, dtype.itemsize, shard_bytes))
     weight_map: dict[str, str] = {}
+    total = 0
     for index, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _tensor(name, shapes[name], config, seed, dtype) for name in names}
+        drawn = {name: _tensor(name, shapes[name], config, seed, dtype) for name in names}
+        tensors = {k: v for name in names for k, v in pack_tensor(name, drawn[name], config.quantization).items()}
         save_file(tensors, out / file, metadata={"format": "pt"})
         (out / file).chmod(0o644)  # safetensors makes it readable by its owner only
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
-        total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize
         _write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

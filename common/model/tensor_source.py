@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 
 import torch
 import xxhash
 
-from common.model.checkpoint import CheckpointFiles
+from common.model.checkpoint import CheckpointTensors
 from common.model.config import ModelConfig
 from common.model.progress import Advance
 
@@ -14,7 +15,7 @@ from common.model.progress import Advance
 class TensorSource:
     """Copies tensors into place, converted, and keeps a digest of each as it stood in the checkpoint."""
 
-    def __init__(self, files: CheckpointFiles, dtype: torch.dtype, device: torch.device, advance: Advance) -> None:
+    def __init__(self, files: CheckpointTensors, dtype: torch.dtype, device: torch.device, advance: Advance) -> None:
         self._files = files
         self._dtype = dtype
         self._device = device
@@ -28,10 +29,34 @@ class TensorSource:
     def read(self, name: str) -> torch.Tensor:
         """One tensor as it stands in the checkpoint, on the CPU; valid while the files are open."""
         tensor = self._files.read(name)
-        raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-        self._digests[name] = f"{list(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}"
-        self._advance(raw.nbytes)
+        self._digest(name, tensor.dtype, xxhash.xxh3_128(self._take(tensor)))
         return tensor
+
+    def slices(self, name: str) -> Iterator[torch.Tensor]:
+        """What `read` returns, along the first dimension and one at a time, so that the rest is not in memory. They must
+        be taken to the end, because the digest is over all of them.
+        """
+        digest = xxhash.xxh3_128()
+        for index in range(self._files.shape(name)[0]):
+            tensor = self._files.read_slice(name, index)
+            digest.update(self._take(tensor))
+            yield tensor
+        self._digest(name, tensor.dtype, digest)
+
+    def _take(self, tensor: torch.Tensor) -> memoryview:
+        """The bytes, counted as read."""
+        raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        self._advance(raw.nbytes)
+        return raw
+
+    def _digest(self, name: str, dtype: torch.dtype, digest: xxhash.xxh3_128) -> None:
+        self._digests[name] = f"{list(self._files.shape(name))} {dtype} {digest.hexdigest()}"
+
+    def converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in the compute dtype, contiguous."""
+        out = self.empty(*tensor.shape)
+        out.copy_(tensor)
+        return out
 
     def fill(self, out: torch.Tensor, name: str) -> None:
         """Copies one tensor into `out`, which has its shape."""
@@ -55,7 +80,8 @@ class TensorSource:
             self.fill(part, name)
         return out
 
-    def fingerprint(self, config: ModelConfig) -> str:
-        lines = [json.dumps(dataclasses.asdict(config), sort_keys=True, default=sorted)]
+    def fingerprint(self, config: ModelConfig, rotary_digest: str) -> str:
+        """Digest of everything that decides what the decoder computes."""
+        lines = [json.dumps(dataclasses.asdict(config), sort_keys=True, default=sorted), rotary_digest]
         lines += [f"{name} {self._digests[name]}" for name in sorted(self._digests)]
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())

@@ -76,6 +76,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
             max_waiting=settings.max_waiting,
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
+            swap_space_bytes=settings.swap_space,
         ),
         eos_token_ids=config.eos_token_ids,
         on_events=bridge.deliver,
@@ -128,10 +129,11 @@ def _max_model_len(settings: WorkerSettings, config: ModelConfig, num_blocks: in
     capacity = num_blocks * settings.block_size
     if settings.max_model_len is None:
         return min(config.max_position_embeddings, capacity)
-    if settings.max_model_len > config.max_position_embeddings:
+    longest = config.rope.longest_context(config.max_position_embeddings)
+    if settings.max_model_len > longest:
         raise ConfigError(
-            f"--max-model-len {settings.max_model_len} exceeds the checkpoint's max_position_embeddings of "
-            f"{config.max_position_embeddings}"
+            f"--max-model-len {settings.max_model_len} exceeds the {longest} positions that the checkpoint's "
+            "max_position_embeddings and rotary scaling allow"
         )
     if settings.max_model_len > capacity:
         raise ConfigError(

@@ -81,7 +81,7 @@ class SoloOracle:
         # The other half is the cluster's, if it runs here. Threads that wait for one another on busy cores are slow.
         torch.set_num_threads(max(1, num_cores() // 2))
         device, dtype = _same_arithmetic(served.numerics)
-        loaded = load_model(path, config, dtype, device, progress=True, max_positions=num_positions)
+        loaded = load_model(path, config, dtype, device, progress=True, max_positions=served.max_model_len)
         if loaded.fingerprint != served.fingerprint:
             raise ConfigError(
                 f"the cluster serves other weights (fingerprint {served.fingerprint}) than {path} holds "

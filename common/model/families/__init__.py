@@ -11,12 +11,14 @@ from typing import Any
 from common.errors import CheckpointError
 from common.model.config import ModelConfig, read_json
 from common.model.config_reader import ConfigReader
-from common.model.families import mixtral, qwen3_moe
+from common.model.families import gpt_oss, mixtral, qwen3_moe
 from common.model.families.family import Family
+from common.model.quantized.config import read_quantization
 
 _ALL = (
     qwen3_moe.FAMILY,
     mixtral.FAMILY,
+    gpt_oss.FAMILY,
 )
 
 #: Every supported family by its `model_type`.
@@ -47,7 +49,8 @@ def config_from_json(values: Mapping[str, Any], generation: Mapping[str, Any], *
     _refuse_dense(reader, family)
     generation_reader = ConfigReader(generation, "generation_config.json")
     eos_token_ids = frozenset(reader.integers("eos_token_id") + generation_reader.integers("eos_token_id"))
-    config = dataclasses.replace(family.read(reader), eos_token_ids=eos_token_ids)
+    quantization = read_quantization(reader)
+    config = dataclasses.replace(family.read(reader), eos_token_ids=eos_token_ids, quantization=quantization)
     _check_sizes(config, reader)
     return config
 
@@ -69,11 +72,6 @@ def _refuse_unsupported(reader: ConfigReader) -> None:
     activation = reader.text("hidden_act", default="silu")
     if activation not in ("silu", "swish"):
         reader.fail("hidden_act", activation, "'silu'")
-    if reader.raw("quantization_config") is not None:
-        raise CheckpointError(
-            f"{reader.source}: quantization_config is set; only float32 and bfloat16 weights are supported, "
-            "convert the checkpoint first"
-        )
 
 
 def _refuse_dense(reader: ConfigReader, family: Family) -> None:

@@ -144,7 +144,7 @@ def test_end_of_sequence_ids_are_the_union_of_both_files(tmp_path: Path) -> None
         (_QWEN, {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
         (_QWEN, {"eos_token_id": 151936}, "eos_token_id is 151936"),
         (_QWEN, {"eos_token_id": [-1]}, "eos_token_id"),
-        (_QWEN, {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (_QWEN, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config.*gptq.*fp8"),
         (_QWEN, {"rope_scaling": {"rope_type": "mrope"}}, "rope_type is 'mrope'.*yarn"),
         (_QWEN, {"rope_scaling": {"type": "linear"}}, "factor is missing"),
         (_QWEN, {"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),

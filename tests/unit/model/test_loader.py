@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from common.errors import CheckpointError
 from common.model.families import parse_config
 from common.model.loader import LoadedModel, load_model
+from common.model.quantized.config import block_fp8
+from common.model.quantized.files import open_checkpoint
 from common.model.synthesize import synthesize
 from tests.unit.model.harness import CPU, load_decoder, make_checkpoint, solo_run
 
@@ -127,3 +129,19 @@ def test_a_tied_head_may_be_repeated_but_not_contradicted(tmp_path: Path) -> Non
     _edit(path, lambda t: t["lm_head.weight"].neg_())
     with pytest.raises(CheckpointError, match="tie_word_embeddings is true"):
         _load(path)
+
+
+def test_a_quantised_checkpoint_computes_like_its_dequantised_copy(tmp_path: Path) -> None:
+    quantization = block_fp8(16, 24)
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    synthesize("qwen3_moe", "tiny", 0, _SMALL, packed, quantization=quantization)
+    synthesize("qwen3_moe", "tiny", 0, _SMALL, plain)
+    with open_checkpoint(packed, quantization) as files:
+        save_file({name: files.read(name).float() for name in files.names()}, plain / "model.safetensors")
+    results = [solo_run(_load(path).decoder, range(40)) for path in (packed, plain)]
+    assert torch.equal(results[0].logits, results[1].logits)
+    assert not torch.equal(results[0].logits, solo_run(load_decoder(_unquantized(tmp_path)), range(40)).logits)
+
+
+def _unquantized(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "unquantized", "qwen3_moe", _SMALL)
