@@ -105,24 +105,23 @@ def _experts(source: TensorSource, config: ModelConfig, layer: int) -> Experts:
 
 def _fused_experts(source: TensorSource, config: ModelConfig, layer: int) -> Experts:
     gate_up, down = fused_expert_tensors(config, layer)
-    gate_up_EFH = source.empty(config.num_experts, 2 * config.experts.size, config.hidden_size)
-    down_EHF = source.empty(config.num_experts, config.hidden_size, config.experts.size)
-    _fill_gate_up(gate_up_EFH, source.read(gate_up).transpose(1, 2))
-    down_EHF.copy_(source.read(down).transpose(1, 2))
     gate_up_bias = down_bias = None
     if config.experts.bias:
-        gate_up_bias = source.empty(config.num_experts, 2 * config.experts.size)
-        _fill_gate_up(gate_up_bias, source.read(f"{gate_up}_bias"))
+        gate_up_bias = torch.stack([_gate_then_up(source, bias) for bias in source.slices(f"{gate_up}_bias")])
         down_bias = source.tensor(f"{down}_bias")
-    activation = _activation(config.experts)
-    return Experts(_prepared(gate_up_EFH), _prepared(down_EHF), activation, gate_up_bias, down_bias)
+    return Experts(
+        # Expert by expert: a layer can have gigabytes.
+        gate_up=[prepare_weight(_gate_then_up(source, weight.T)) for weight in source.slices(gate_up)],
+        down=[prepare_weight(source.converted(weight.T)) for weight in source.slices(down)],
+        activate=_activation(config.experts),
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
 
 
-def _fill_gate_up(out: torch.Tensor, alternating: torch.Tensor) -> None:
-    """Gate rows, then up rows, of each expert, from rows that alternate."""
-    size = out.shape[1] // 2
-    out[:, :size].copy_(alternating[:, 0::2])
-    out[:, size:].copy_(alternating[:, 1::2])
+def _gate_then_up(source: TensorSource, alternating: torch.Tensor) -> torch.Tensor:
+    """An expert's gate rows, then its up rows, from rows that alternate."""
+    return source.converted(torch.cat((alternating[0::2], alternating[1::2])))
 
 
 def _prepared(weights: torch.Tensor) -> list[torch.Tensor]:

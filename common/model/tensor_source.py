@@ -33,8 +33,9 @@ class TensorSource:
         return tensor
 
     def slices(self, name: str) -> Iterator[torch.Tensor]:
-        """What `read` returns, along the first dimension and one at a time, so that the rest is not in memory. They must
-        be taken to the end, because the digest is over all of them.
+        """What `read` returns, along the first dimension and one at a time, so that the rest is not in memory.
+
+        All of them must be taken, because the digest is over all of them.
         """
         digest = xxhash.xxh3_128()
         for index in range(self._files.shape(name)[0]):
