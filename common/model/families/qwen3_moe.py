@@ -13,7 +13,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts")
 def _read(reader: ConfigReader) -> ModelConfig:
     # As in transformers 5 the window, once switched on, holds in every layer; `max_window_layers` is not read.
     windowed = reader.flag("use_sliding_window", default=False)
-    window = reader.count("sliding_window", default=4096) if windowed else None
+    window = reader.count("sliding_window") if windowed else None
     bias = reader.flag("attention_bias", default=False)
     return read_model(
         reader,

@@ -1,0 +1,25 @@
+"""Refuses a config.json that names another way of routing than its family's. Imports no torch.
+
+Checkpoints of every family may carry these keys; a router that differs from what they say would choose other experts
+without anything else going wrong.
+"""
+
+from common.model.config import ModelConfig, RouterConfig
+from common.model.config_reader import ConfigReader
+
+
+def check_routing(config: ModelConfig, reader: ConfigReader) -> None:
+    """Raises CheckpointError if `scoring_func` or `topk_method` is not what `config.router` does."""
+    scoring = "sigmoid" if config.router.scoring == "sigmoid" else "softmax"
+    if reader.raw("scoring_func") not in (None, scoring):
+        reader.fail("scoring_func", reader.raw("scoring_func"), f"{scoring!r} in {config.family}")
+    method = _method(config.router)
+    if reader.raw("topk_method") not in (None, method):
+        reader.fail("topk_method", reader.raw("topk_method"), f"{method!r} in {config.family}")
+
+
+def _method(router: RouterConfig) -> str:
+    """DeepSeek's name for how experts are chosen."""
+    if router.correction_bias:
+        return "noaux_tc"
+    return "greedy" if router.num_groups_kept == router.num_groups else "group_limited_greedy"
