@@ -15,7 +15,7 @@ from common.model.progress import loading_progress
 from common.model.quantized.files import open_checkpoint
 from common.model.rope import rotary_digest
 from common.model.tensor_source import TensorSource
-from common.model.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, checkpoint_tensors
+from common.model.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, checkpoint_tensors, layer_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def load_model(
         open_checkpoint(path, config.quantization) as files,
         loading_progress(files.num_bytes, enabled=progress) as advance,
     ):
-        files.check(checkpoint_tensors(config), optional=_optional_tensors(config))
+        files.check(checkpoint_tensors(config), optional=_optional_tensors(files, config))
         source = TensorSource(files, dtype, device, advance)
         decoder = _build_decoder(source, config, max_positions)
         _check_tied_head(files, config)
@@ -67,8 +67,12 @@ def _build_decoder(source: TensorSource, config: ModelConfig, max_positions: int
     return MoeDecoder(config, embedding, layers, final_norm, prepare_weight(lm_head), max_positions)
 
 
-def _optional_tensors(config: ModelConfig) -> frozenset[str]:
-    return frozenset({LM_HEAD}) if config.tie_word_embeddings else frozenset()
+def _optional_tensors(files: CheckpointTensors, config: ModelConfig) -> frozenset[str]:
+    """What may be there beside what is computed with: the layers that predict further tokens, and a repeated head."""
+    extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
+    prefixes = tuple(layer_tensor(layer, "") for layer in extra)
+    optional = {name for name in files.names() if name.startswith(prefixes)}
+    return frozenset(optional | {LM_HEAD} if config.tie_word_embeddings else optional)
 
 
 def _check_tied_head(files: CheckpointTensors, config: ModelConfig) -> None:

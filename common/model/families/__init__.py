@@ -11,13 +11,17 @@ from typing import Any
 from common.errors import CheckpointError
 from common.model.config import ModelConfig, read_json
 from common.model.config_reader import ConfigReader
-from common.model.families import gpt_oss, mixtral, qwen3_moe
+from common.model.families import glm4_moe, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
 from common.model.families.family import Family
+from common.model.families.routing_check import check_routing
 from common.model.quantized.config import read_quantization
 
 _ALL = (
     qwen3_moe.FAMILY,
     mixtral.FAMILY,
+    qwen2_moe.FAMILY,
+    olmoe.FAMILY,
+    glm4_moe.FAMILY,
     gpt_oss.FAMILY,
 )
 
@@ -91,6 +95,7 @@ def _check_sizes(config: ModelConfig, reader: ConfigReader) -> None:
     if config.top_k > config.num_experts:
         reader.fail("num_experts_per_tok", config.top_k, f"at most the number of experts, {config.num_experts}")
     _check_groups(config, reader)
+    check_routing(config, reader)
     beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]
     if beyond:
         reader.fail("eos_token_id", beyond[0], f"below vocab_size, {config.vocab_size}")

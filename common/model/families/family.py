@@ -3,7 +3,7 @@
 A module of this package reads the keys that are its family's own and leaves the rest to `read_model`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,6 +66,7 @@ def read_model(
     sliding_windows: Sequence[int | None] | None = None,
     rope_section: Mapping[str, object] | None = None,
     dtype: str = "float32",
+    num_extra_layers: int = 0,
 ) -> ModelConfig:
     """Adds what every family spells alike.
 
@@ -74,8 +75,11 @@ def read_model(
         sliding_windows: one per layer; None: full attention in all of them.
         rope_section: what transformers assumes when no key says how positions are scaled.
         dtype: that of the weights when no key gives it.
+        num_extra_layers: layers behind the last one that predict further tokens.
     """
     num_layers = reader.count("num_hidden_layers")
+    windows = tuple(sliding_windows or [None] * num_layers)
+    _check_layer_types(reader, windows)
     return ModelConfig(
         family=family,
         vocab_size=reader.count("vocab_size"),
@@ -91,9 +95,27 @@ def read_model(
         rms_norm_eps=reader.number("rms_norm_eps", default=rms_norm_eps),
         max_position_embeddings=reader.count("max_position_embeddings"),
         rope=read_rope(reader, rope_theta, attention.rotary_dim, default_section=rope_section),
-        sliding_windows=tuple(sliding_windows or [None] * num_layers),
+        sliding_windows=windows,
         dtype=reader.text("dtype", "torch_dtype", default=dtype).removeprefix("torch."),
+        num_extra_layers=num_extra_layers,
     )
+
+
+def _check_layer_types(reader: ConfigReader, windows: Sequence[int | None]) -> None:
+    """Families that do not read `layer_types` may say it nevertheless, but not something else than is computed."""
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    if reader.raw("layer_types") not in (None, kinds):
+        windowed = [layer for layer, window in enumerate(windows) if window is not None]
+        wanted = f"full_attention or sliding_attention for each of {len(windows)} layers, with the latter in {windowed}"
+        reader.fail("layer_types", reader.raw("layer_types"), wanted)
+
+
+def read_windows(reader: ConfigReader, window: int | None, windowed: Collection[int]) -> tuple[int | None, ...]:
+    """Windows of a family in which `layer_types` says which layers have one; `windowed` are those without that key."""
+    kinds = reader.raw("layer_types")
+    if isinstance(kinds, list):
+        windowed = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    return tuple(window if layer in windowed else None for layer in range(reader.count("num_hidden_layers")))
 
 
 def read_grouped_attention(
