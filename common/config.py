@@ -26,7 +26,7 @@ from pydantic_settings import (
 
 from common.arguments import ArgumentParser
 from common.errors import ConfigError
-from common.setting_types import ByteSize, HostPorts, Port, Seconds, Words
+from common.setting_types import ByteAmount, ByteSize, HostPorts, Port, Seconds, Words
 
 ENV_PREFIX = "MOERELAY_"
 
@@ -72,6 +72,9 @@ class ModelSettings(LogSettings):
     kv_cache_memory: ByteSize | None = Field(None, description="KV cache per worker, e.g. 1GiB (the default).")
     num_kv_blocks: int | None = Field(
         None, gt=1, description="KV cache per worker in blocks, instead of --kv-cache-memory."
+    )
+    swap_space: ByteAmount = Field(
+        4 * 2**30, description="Host memory for KV of preempted sequences; what does not fit is computed again."
     )
     max_num_batched_tokens: int = Field(256, gt=0, description="Tokens per engine step: the size of a prefill chunk.")
     max_num_seqs: int = Field(64, gt=0, description="Sequences in the running batch.")

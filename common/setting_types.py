@@ -40,6 +40,8 @@ def _host_port(value: str) -> str:
 
 #: At most what an int64 holds: more is a slip of the keyboard, and would overflow far from here.
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)]
+#: Where none at all makes sense too.
+ByteAmount = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, lt=2**63)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 #: Not decoded as JSON, which an IPv6 address in brackets would be taken for.
 HostPorts = Annotated[list[HostPort], NoDecode, BeforeValidator(_split)]

@@ -6,8 +6,8 @@ from itertools import islice
 
 import numpy as np
 
+from common.engine.batch import ScheduledBatch, ScheduledChunk
 from common.engine.sampler import SampleSpec, sample
-from common.engine.scheduler import ScheduledBatch, ScheduledChunk
 from common.engine.sequence import Phase, SequenceState
 from common.errors import MoerelayError
 from common.model.batch import Chunk, Runner

@@ -4,19 +4,30 @@ A step is synchronous; commands come between steps. So an abort never frees bloc
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
 from common.engine.admission import Admission
+from common.engine.batch import ScheduledBatch
 from common.engine.compute import ComputedChunk, compute
 from common.engine.group import ChoiceGroup
 from common.engine.handed_over import is_of_other_weights, misplaced, problem_of
 from common.engine.limits import EngineLimits
+from common.engine.moves import BlockMover, Failure
 from common.engine.reporter import Reporter
-from common.engine.request import BlocksLeased, EngineEvent, EngineLoad, EngineRequest, RequestId, Work
-from common.engine.scheduler import ScheduledBatch, Scheduler
+from common.engine.request import (
+    BlocksLeased,
+    EngineEvent,
+    EngineLoad,
+    EngineRequest,
+    PrefillsLocally,
+    RequestId,
+    Work,
+)
+from common.engine.scheduler import Scheduler
 from common.engine.sequence import Phase, SequenceState
+from common.engine.stats import EngineStats
+from common.engine.swap import SwapSpace
 from common.errors import HandoffCorruptError, InternalError, MoerelayError, RoutingMissingError
 from common.kv.cache import PrefixCache
 from common.kv.pool import BlockPool
@@ -25,25 +36,6 @@ from common.model.batch import Runner
 from common.sampling import SampledToken
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Totals since the start. Written by the engine thread, readable by any."""
-
-    #: Prompt positions forwarded here.
-    prompt_tokens_computed: int = 0
-    #: Tokens sampled here.
-    generated_tokens: int = 0
-    steps: int = 0
-    #: Steps that forwarded at least one generated token.
-    decode_steps: int = 0
-    #: Routing rows that forward passes wrote into the store.
-    routing_rows_captured: int = 0
-    #: Prompt tokens of admitted requests that may read the prefix cache, and those of them that it held.
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    step_failures: int = 0
 
 
 class EngineCore:
@@ -67,9 +59,10 @@ class EngineCore:
         self.observe_queue_time: Callable[[float], None] = _ignore
         self._runner = runner
         self._store = store
-        self._pool = pool
         self._cache = PrefixCache(pool, store.layout.block_size, store.has_rows, enabled=prefix_caching)
-        self._scheduler = Scheduler(pool, limits, self._cache)
+        swap = SwapSpace(limits.swap_space_bytes, store.layout.token_bytes, store.routing.row_bytes)
+        self._scheduler = Scheduler(pool, limits, self._cache, swap)
+        self._mover = BlockMover(store, pool, self.stats)
         self._eos_token_ids = eos_token_ids
         self._vocab_size = limits.vocab_size
         self._admission = admission
@@ -87,9 +80,9 @@ class EngineCore:
 
     @weight_version.setter
     def weight_version(self, version: str) -> None:
+        assert not self._scheduler.has_recomputation(), "KV that is gone cannot be computed with other weights"
         self.known_weight_versions |= {version}
-        self.reset_prefix_cache()
-        self._cache.weight_version = version
+        self._store.free_blocks(self._cache.use_weights(version))
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; live sequences go on, and add nothing. Number of blocks that became free."""
@@ -144,7 +137,7 @@ class EngineCore:
         if problem := problem_of(prompt, first_tokens, self._vocab_size):
             raise HandoffCorruptError(problem)
         if is_of_other_weights(prompt, first_tokens):
-            prompt.epoch = None
+            prompt.epoch = prompt.weights = None
         self._cache_full_blocks(prompt)
         prompt.num_computed, prompt.num_cached = prompt.num_prompt, num_cached
         self._reporter.first_tokens(group, first_tokens, None)
@@ -165,7 +158,7 @@ class EngineCore:
     # --- steps
 
     def close_admission(self) -> None:
-        """Nobody is admitted any more, but prompts that other workers wait for; what is admitted goes on."""
+        """Only prompts that other workers wait for, and preempted sequences, still come in; what is in goes on."""
         self._scheduler.closed = True
 
     def open_admission(self) -> None:
@@ -173,22 +166,31 @@ class EngineCore:
         self._scheduler.closed = False
 
     def has_open_prompts(self) -> bool:
-        """A prompt is being computed, is on its way here, or is waited for elsewhere."""
+        """A prompt is being computed, is on its way here, or is waited for elsewhere; or a sequence is recomputed."""
         return self._scheduler.has_open_prompts()
 
     def step(self) -> bool:
         """Admits what fits, then computes one batch. False when nothing can be computed before the next command."""
-        self._admit()
-        batch = self._scheduler.schedule()
+        batch = self._next_batch()
         if batch is None:
             return False
         try:
             computed = compute(self._runner, batch, self._eos_token_ids, self.weight_version)
-            self._count(batch)
+            self.stats.count(batch)
             self._advance(computed)
         except Exception as error:  # noqa: BLE001 - the engine's supervisor: one bad batch must not end the others
             self._fail_batch(batch, error)
         return True
+
+    def _next_batch(self) -> ScheduledBatch | None:
+        """The next step, all of whose sequences have the blocks that they need."""
+        while True:
+            self._admit()
+            preempted = self._grow()
+            batch = self._scheduler.schedule()
+            if batch is not None or not preempted:
+                return batch
+            # Whoever ran gave its blocks up for one that is more urgent, and which can be admitted now.
 
     def take_events(self) -> list[EngineEvent]:
         """What happened since the last call, in order."""
@@ -200,42 +202,46 @@ class EngineCore:
 
     def check_invariants(self) -> list[str]:
         """Violations, one sentence each; empty when all is well."""
-        live = [group.request.request_id for group in self._scheduler.live]
-        strangers = [f"request {i!r} is live but was not admitted" for i in live if not self._admission.is_live(i)]
-        return self._scheduler.check_invariants() + strangers
+        live, block_size = self._scheduler.live, self._cache.block_size
+        names = [group.request.request_id for group in live]
+        found = [f"request {i!r} is live but was not admitted" for i in names if not self._admission.is_live(i)]
+        for sequence in [s for group in live for s in group.sequences.values()]:
+            found += sequence.saved_violations(block_size)
+        return self._scheduler.check_invariants() + found
 
     def _admit(self) -> None:
         admitted = self._scheduler.admit()
-        self._store.free_blocks(self._pool.take_evicted())
+        self._fail(self._mover.carry_out(self._scheduler.take_changes(), admitted))
         for sequence in admitted:
             group = self._scheduler.find(sequence.request.request_id)
-            if group is None:  # another of its choices has failed just now
-                continue
-            try:
-                self._prepare(sequence)
-            except RuntimeError as error:  # what torch raises when a device is out of memory or broken
-                _log.error("preparing blocks failed", request=sequence.request.request_id, exc_info=error)
-                self._reporter.fail(group, InternalError(f"the KV cache failed: {type(error).__name__}"))
-                continue
-            if not group.is_forked:
-                self.observe_queue_time(self._admission.seat(sequence.request.request_id))
-                self._count_hits(sequence)
-            if sequence.phase is Phase.LEASED:
-                self._reporter.events.append(
-                    BlocksLeased(sequence.request.request_id, sequence.blocks, sequence.num_cached)
-                )
+            if group is not None and not group.is_forked:
+                self._tell_admission(sequence)
+
+    def _tell_admission(self, prompt: SequenceState) -> None:
+        request = prompt.request
+        self.observe_queue_time(self._admission.seat(request.request_id))
+        self._count_hits(prompt)
+        if prompt.phase is Phase.LEASED:
+            self._reporter.events.append(BlocksLeased(request.request_id, prompt.blocks, prompt.num_cached))
+        elif request.work is Work.DECODE:
+            self._reporter.events.append(PrefillsLocally(request.request_id, prompt.num_cached))
+
+    def _grow(self) -> bool:
+        """Makes room for the next tokens; whether somebody was preempted for it."""
+        self._scheduler.grow()
+        changes = self._scheduler.take_changes()
+        self._fail(self._mover.carry_out(changes))
+        return bool(changes.preempted)
+
+    def _fail(self, failures: Iterable[Failure]) -> None:
+        for sequence, error in failures:
+            if (group := self._scheduler.find(sequence.request.request_id)) is not None:
+                self._reporter.fail(group, error)
 
     def _count_hits(self, sequence: SequenceState) -> None:
         if self._cache.enabled and sequence.request.sampling.prompt_logprobs is None:
             self.stats.prefix_cache_queries += sequence.num_prompt
             self.stats.prefix_cache_hits += sequence.num_cached
-
-    def _prepare(self, sequence: SequenceState) -> None:
-        """Makes the blocks that a sequence just got blank, but for what it takes over from another one."""
-        self._store.clear_blocks(sequence.blocks[sequence.num_shared :])
-        if sequence.tail is not None:
-            sequence.tail.write(self._store, sequence.blocks)
-            sequence.tail = None
 
     def _advance(self, computed: Iterable[ComputedChunk]) -> None:
         """Books what a step computed; requests end or go on."""
@@ -244,7 +250,7 @@ class EngineCore:
             group = self._scheduler.find(sequence.request.request_id)
             if group is None:  # another of its choices has failed in this step
                 continue
-            sequence.num_computed = outcome.chunk.end
+            self._scheduler.advance(sequence, outcome.chunk.end)
             if outcome.error is None:
                 self._cache_full_blocks(sequence, outcome.chunk.start)
             try:
@@ -269,21 +275,12 @@ class EngineCore:
         if group.request.work is Work.PREFILL:
             self._reporter.prefilled(group, outcome.tokens, outcome.prompt_logprobs)
         elif group.is_forked:
-            self._reporter.token(group, outcome.chunk.sequence, outcome.tokens[0])
+            if outcome.tokens:  # none before the end of what is recomputed
+                self._reporter.token(group, outcome.chunk.sequence, outcome.tokens[0])
         elif outcome.tokens:
             self._reporter.first_tokens(group, outcome.tokens, outcome.prompt_logprobs)
         else:
             self._reporter.prompt_advanced(group, outcome.prompt_logprobs)
-
-    def _count(self, batch: ScheduledBatch) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.decode_steps += any(c.sequence.phase is Phase.DECODING for c in batch.chunks)
-        for chunk in batch.chunks:
-            num_tokens, sequence = chunk.end - chunk.start, chunk.sequence
-            stats.prompt_tokens_computed += num_tokens * (sequence.phase is Phase.PREFILLING)
-            stats.generated_tokens += chunk.samples * (1 if sequence.num_generated else sequence.request.sampling.n)
-            stats.routing_rows_captured += num_tokens * sequence.wants_rows
 
     def _fail_batch(self, batch: ScheduledBatch, error: Exception) -> None:
         """Ends whatever the failed step left alive."""

@@ -20,7 +20,7 @@ class ChoiceGroup:
         self.request = request
         self.arrival = arrival
         self.open = set(range(request.sampling.n))
-        self.sequences = {0: SequenceState(request, chain, epoch)}
+        self.sequences = {0: SequenceState(request, arrival, chain, epoch)}
         self.is_forked = False
 
     @property
@@ -38,9 +38,9 @@ class ChoiceGroup:
             found.append(f"{name} has sequences of the choices {sorted(self.sequences)} instead of {sorted(want)}")
         if self.is_forked and (self.request.work is Work.PREFILL or self.phases() & _BEFORE_FORK):
             found.append(f"{name} is forked but not decoding")
-        shared = [s.blocks[: len(self.request.prompt) // block_size] for s in self.sequences.values()]
-        if any(blocks != shared[0] for blocks in shared):
-            found.append(f"{name} has choices that do not share the prompt's blocks")
+        held = {s.blocks for s in self.sequences.values() if s.phase is Phase.FORKED}
+        if len(held) > 1:
+            found.append(f"{name} has forked choices that do not share the prompt's blocks")
         return found + [sentence for s in self.sequences.values() for sentence in s.violations(block_size)]
 
     def phases(self) -> set[Phase]:

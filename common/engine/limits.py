@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Read from the settings and the checkpoint once; every field is at least 1."""
+    """Read from the settings and the checkpoint once; every field but the last is at least 1."""
 
     #: Tokens per step, over all sequences: the largest prefill chunk.
     max_num_batched_tokens: int
@@ -16,6 +16,8 @@ class EngineLimits:
     #: Prompt and generated tokens together.
     max_model_len: int
     vocab_size: int
+    #: Host memory for KV and rows of preempted sequences; those that do not fit are computed again.
+    swap_space_bytes: int
 
     @property
     def num_seats(self) -> int:

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from common.engine.admission import Admission
-from common.engine.core import EngineCore, EngineStats
+from common.engine.core import EngineCore
 from common.engine.limits import EngineLimits
 from common.engine.request import EngineEvent, EngineLoad, EngineRequest, Failed, RequestId
+from common.engine.stats import EngineStats
 from common.errors import UnavailableError
 from common.kv.pool import BlockPool
 from common.kv.store import KVStore

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from common.engine.admission import Admission
-from common.engine.fork import PromptTail
 from common.engine.grammar import GrammarMatcher
 from common.engine.group import ChoiceGroup
 from common.engine.request import EngineEvent, Failed, Progress, PromptAdvanced
+from common.engine.saved import SavedRange, prompt_tail
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import SequenceState
 from common.errors import MoerelayError
@@ -72,7 +72,7 @@ class Reporter:
         finishes = [self._finish(group, token, 1) for token in tokens]
         going_on = [c for c in sorted(group.open) if finishes[c] is None]
         rows_TLK = self._prompt_rows(prompt) if group.open - {0} else None
-        tail = self._tail(prompt) if any(going_on) else None
+        tail = self._tail(prompt) if any(going_on) else ()
         for choice in sorted(group.open):
             rows = rows_TLK if choice else last_rows_TLK
             scores = logprobs if choice == min(group.open) else None
@@ -133,8 +133,8 @@ class Reporter:
     def _rows(self, sequence: SequenceState, start: int, end: int) -> RoutingArray:
         return self._store.read_rows(slots_of(sequence.blocks, start, end, self._store.layout.block_size))
 
-    def _tail(self, prompt: SequenceState) -> PromptTail | None:
-        return PromptTail.read(self._store, prompt.blocks, prompt.num_prompt, routing=prompt.wants_rows)
+    def _tail(self, prompt: SequenceState) -> tuple[SavedRange, ...]:
+        return prompt_tail(self._store, prompt.blocks, prompt.num_prompt, routing=prompt.wants_rows)
 
     # --- ends
 

@@ -22,7 +22,7 @@ class Work(Enum):
     WHOLE = "whole"
     #: Prefill here and sample the first token; blocks stay held until `Engine.cancel`.
     PREFILL = "prefill"
-    #: Blocks are reserved here, somebody else fills them, then `Engine.commit_handoff` starts decoding.
+    #: Blocks for the prompt are reserved here, somebody else fills them, then `Engine.commit_handoff` starts decoding.
     DECODE = "decode"
 
 
@@ -46,7 +46,7 @@ class EngineRequest:
 
     @property
     def num_slots(self) -> int:
-        """Slots reserved at admission: every position that this engine may forward.
+        """Slots that the prompt and one choice need at most: every position that this engine may forward.
 
         The last generated token is never forwarded; a prefill worker forwards the prompt only.
         """
@@ -55,7 +55,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class BlocksLeased:
-    """Work.DECODE: blocks are reserved.
+    """Work.DECODE: the prompt's blocks are reserved.
 
     The handoff may be written into them from position `num_cached` on; what is before is there, and others read it too.
     """
@@ -125,7 +125,10 @@ class EngineLoad:
     """Live counts, for heartbeats and gauges."""
 
     running: int
+    #: For blocks or a seat, preempted ones included.
     waiting: int
+    #: Sequences that lost their blocks and wait to go on.
+    preempted: int
     #: Sequences that hold blocks for a handoff: leased and not committed, or prefilled and not released.
     handoffs: int
     #: Held by live sequences.
@@ -133,3 +136,5 @@ class EngineLoad:
     #: Held by nobody, and kept for the prefix cache.
     kv_blocks_cached: int
     kv_blocks_total: int
+    #: Host memory that holds KV and rows of preempted sequences.
+    swap_bytes_used: int

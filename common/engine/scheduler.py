@@ -3,91 +3,54 @@
 Continuous batching with chunked prefill (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024).
 """
 
-import bisect
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-from common.engine.fork import PromptTail
+from common.engine.batch import Round, ScheduledBatch
 from common.engine.group import ChoiceGroup
 from common.engine.limits import EngineLimits
+from common.engine.line import WaitingLine, urgency_of
+from common.engine.preemption import BlockChanges, Preemptor
 from common.engine.request import EngineLoad, EngineRequest, RequestId, Work
+from common.engine.saved import SavedRange
 from common.engine.sequence import Phase, SequenceState
+from common.engine.swap import SwapSpace
 from common.kv.cache import PrefixCache
 from common.kv.chain import TokenChain
 from common.kv.pool import BlockId, BlockPool
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Positions [start, end) of one sequence, to be forwarded in the next step."""
-
-    sequence: SequenceState
-    start: int
-    end: int
-
-    @property
-    def samples(self) -> bool:
-        """The last known token is forwarded, so that the next one can be sampled."""
-        return self.end == len(self.sequence.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    """One step: decoding sequences first, then prompt chunks, each in order of admission."""
-
-    chunks: tuple[ScheduledChunk, ...]
-
-
-class _Round:
-    """One scheduling round: hands out the token budget. Thrown away when the batch is built."""
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self._chunks: list[ScheduledChunk] = []
-
-    def add(self, sequences: Iterable[SequenceState]) -> None:
-        """Gives each sequence all tokens it can forward, or what is left of the budget."""
-        for sequence in sequences:
-            start = sequence.num_computed
-            end = min(len(sequence.token_ids), start + self._budget)
-            if start < end:
-                self._budget -= end - start
-                self._chunks.append(ScheduledChunk(sequence, start, end))
-
-    def batch(self) -> ScheduledBatch | None:
-        return ScheduledBatch(tuple(self._chunks)) if self._chunks else None
-
-
 class Scheduler:
-    """Admission by priority and arrival, then decodes before prompts.
+    """Everybody in one order of urgency: priority, then arrival, then choice. Decodes before prompts in every step.
 
-    A request is admitted with all blocks that its prompt and one choice can ever need, so a running sequence never
-    lacks one. Its other choices are forked from the first when the prompt is there; they share the prompt's full blocks
-    and wait, before everybody else, for a seat and blocks of their own. Nothing waits for ever: requests whose choices
-    wait were all seated at one time, with as many blocks as each of their choices needs.
+    A sequence comes in with blocks for the tokens that are known, and grows block by block. When none is left the least
+    urgent decoding sequence loses its blocks and goes back into the line (`Preemptor`); it comes back with blocks for
+    all that it knows. What is in them then is shared with the prefix cache, copied back, or computed again.
 
-    Blocks that hold the beginning of a prompt already are taken from the prefix cache. They can only make a request
-    smaller: whoever holds blocks would hold as many without it, and what nobody holds counts as free.
+    One line of prompts, forked choices and preempted sequences; its head comes in, or nobody. Whoever comes in leaves
+    one block for each seated sequence that still grows, and one for itself: so between two preemptions all of them get
+    about as many steps as a block has slots.
 
-    Requests are checked before they come here (`common.engine.admission`): each fits into the empty pool, no two have
-    one id.
+    Nothing waits for ever. A step in which somebody decodes brings a token, of which there are finitely many; in steps
+    without one nobody is preempted, and prompts come to their end. A lease and a held prefill end by themselves,
+    because whoever reads or writes their blocks gives up at some time. So with nobody overtaking the head, all seats
+    become empty some day, if it is not let in before; then forked choices lose their blocks to it, and since each
+    request fits into the empty pool (`common.engine.admission`) the head comes in.
+
+    Cached blocks can only make a request smaller: whoever holds some would hold as many without the cache, and what
+    nobody holds counts as free.
     """
 
-    def __init__(self, pool: BlockPool, limits: EngineLimits, cache: PrefixCache) -> None:
+    def __init__(self, pool: BlockPool, limits: EngineLimits, cache: PrefixCache, swap: SwapSpace) -> None:
         self._pool = pool
         self._limits = limits
         self._cache = cache
+        self._swap = swap
         self._block_size = cache.block_size
         self._live: dict[RequestId, ChoiceGroup] = {}
         self._num_arrived = 0
-        #: Requests that wait for their first blocks, by priority and arrival.
-        self._waiting: list[ChoiceGroup] = []
-        #: Choices that wait for blocks of their own, in the order in which they were forked.
-        self._forked: deque[SequenceState] = deque()
+        self._line = WaitingLine()
         #: Sequences that take part in steps, or will without waiting again; in order of admission.
         self._seated: dict[SequenceState, None] = {}
-        #: While set, nobody is admitted but prompts that other workers wait for.
+        self._preemptor = Preemptor(pool, cache, swap, self._seated, self._line)
+        #: While set, nobody is admitted but prompts that other workers wait for, and whoever was preempted.
         self.closed = False
 
     def add(self, request: EngineRequest) -> None:
@@ -96,7 +59,7 @@ class Scheduler:
         self._num_arrived += 1
         group = ChoiceGroup(request, self._num_arrived, self._chain(request), self._cache.epoch)
         self._live[request.request_id] = group
-        bisect.insort(self._waiting, group, key=_place)
+        self._line.add(group.prompt)
 
     def find(self, request_id: RequestId) -> ChoiceGroup | None:
         return self._live.get(request_id)
@@ -105,45 +68,87 @@ class Scheduler:
     def live(self) -> list[ChoiceGroup]:
         return list(self._live.values())
 
+    # --- admission
+
     def admit(self) -> list[SequenceState]:
         """Gives seats and blocks to the head of the line, as far as they go; nobody overtakes.
 
         Returns:
-            The sequences that are LEASED, PREFILLING or DECODING from now on. Their blocks hold old data, but for the
-            first `num_shared`.
+            The sequences that are LEASED, PREFILLING, RECOMPUTING or DECODING from now on. Their blocks hold old data,
+            but for the first `num_shared`; `saved` belongs into them. Before, `take_changes` has to be carried out.
         """
         admitted = []
         while len(self._seated) < self._limits.num_seats and (sequence := self._head()) is not None:
-            if not self._try_give_blocks(sequence):
+            if not self._try_admit(sequence):
                 break
-            self._leave_line(sequence)
-            sequence.phase = _phase_at_admission(sequence)
-            self._seated[sequence] = None
             admitted.append(sequence)
         return admitted
 
-    def _try_give_blocks(self, sequence: SequenceState) -> bool:
-        """Everything that the sequence will ever need, or nothing."""
-        cached = self._find_cached(sequence) if sequence.phase is Phase.WAITING else []
-        self._pool.share(cached)
-        missing = sequence.num_blocks(self._block_size) - len(sequence.blocks) - len(cached)
-        blocks = self._pool.try_allocate(missing)
-        if blocks is None:
-            self._pool.release(cached)
-            return False
-        if sequence.phase is Phase.WAITING:
-            sequence.num_shared = len(cached)
-            sequence.num_cached = sequence.num_computed = len(cached) * self._block_size
-        sequence.blocks += (*cached, *blocks)
+    def _head(self) -> SequenceState | None:
+        if not self.closed:
+            return self._line.head
+        return next((s for s in self._line if s.phase is Phase.PREEMPTED or _is_awaited(s)), None)
+
+    def _try_admit(self, sequence: SequenceState) -> bool:
+        while not self._try_give_blocks(sequence):
+            if self._seated or not self._preemptor.try_preempt_fork(sequence):
+                return False
+        self._line.remove(sequence)
+        sequence.phase = _phase_at_admission(sequence)
+        self._seated[sequence] = None
         return True
 
+    def _try_give_blocks(self, sequence: SequenceState) -> bool:
+        """Those of all tokens that are known, or none."""
+        cached = self._find_cached(sequence)
+        self._pool.share(cached)
+        num_blocks = sequence.num_blocks(self._block_size)
+        missing = num_blocks - len(sequence.blocks) - len(cached)
+        spare = self._pool.num_available - missing
+        if spare < 0 or spare < self._reserve(sequence, num_blocks):
+            self._pool.release(cached)
+            return False
+        self._take_over(sequence, cached)
+        sequence.blocks += (*cached, *(self._pool.try_allocate(missing) or ()))
+        return True
+
+    def _reserve(self, sequence: SequenceState, num_blocks: int) -> int:
+        """Blocks that must be left when `sequence` comes in with so many, lest somebody is preempted at once."""
+        if not self._seated:
+            return 0
+        size = self._block_size
+        growing = sum(len(s.blocks) < s.max_blocks(size) for s in self._seated)
+        return growing + (num_blocks < sequence.max_blocks(size))
+
+    def _take_over(self, sequence: SequenceState, cached: list[BlockId]) -> None:
+        """Counts what is in the blocks, or is copied into them, when the sequence comes in."""
+        num_cached = len(cached) * self._block_size
+        if sequence.phase is Phase.WAITING:
+            sequence.num_cached = sequence.num_computed = num_cached
+        if sequence.phase is Phase.PREEMPTED:
+            self._swap.give_back(sequence)
+            sequence.num_computed = max(sequence.num_computed, num_cached)
+        if sequence.phase is not Phase.FORKED:
+            sequence.num_shared = len(cached)
+
     def _find_cached(self, sequence: SequenceState) -> list[BlockId]:
-        """Blocks of the cached prefix. At least the prompt's last token is forwarded, for what is sampled after it."""
-        if sequence.epoch != self._cache.epoch:  # other weights came while it waited
-            sequence.chain, sequence.epoch = self._chain(sequence.request), self._cache.epoch
-        if sequence.request.sampling.prompt_logprobs is not None:
-            return []  # every position's logits are wanted
-        return self._cache.find(sequence.chain, sequence.num_prompt - 1, rows=sequence.wants_rows)
+        """Blocks of the cached prefix. At least the last known token is forwarded, for what is sampled after it."""
+        if sequence.phase is Phase.WAITING:
+            self._begin_under_weights_in_use(sequence)
+            if sequence.request.sampling.prompt_logprobs is not None:
+                return []  # every position's logits are wanted
+        elif sequence.phase is Phase.FORKED or sequence.epoch != self._cache.epoch:
+            return []
+        if not self._cache.enabled:
+            return []
+        max_tokens = len(sequence.token_ids) - 1
+        sequence.chain.grow(sequence.token_ids, max_tokens)
+        return self._cache.find(sequence.chain, max_tokens, rows=sequence.wants_rows)
+
+    def _begin_under_weights_in_use(self, prompt: SequenceState) -> None:
+        prompt.weights = self._cache.num_weight_changes
+        if prompt.epoch != self._cache.epoch:  # other weights came while it waited
+            prompt.chain, prompt.epoch = self._chain(prompt.request), self._cache.epoch
 
     def _chain(self, request: EngineRequest) -> TokenChain:
         """Names of the prompt's full blocks, under the weights in use."""
@@ -152,39 +157,44 @@ class Scheduler:
             chain.grow(request.prompt, len(request.prompt))
         return chain
 
-    def _head(self) -> SequenceState | None:
-        if self.closed and not self._has_waiting_prefill():
-            return None
-        if self._forked:
-            return self._forked[0]
-        return self._waiting[0].prompt if self._waiting else None
+    # --- steps
 
-    def _leave_line(self, sequence: SequenceState) -> None:
-        """Takes a WAITING or FORKED sequence out of its line, wherever it stands."""
-        if sequence.phase is Phase.FORKED:
-            self._forked.remove(sequence)
-        else:
-            self._waiting.remove(self._live[sequence.request.request_id])
+    def grow(self) -> None:
+        """Gives each decoding sequence a block for its next token; `take_changes` tells what that took."""
+        self._preemptor.grow()
+
+    def take_changes(self) -> BlockChanges:
+        """What `admit` and `grow` did to blocks since the last call."""
+        return self._preemptor.take_changes()
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when only a command can make progress possible."""
-        this_round = _Round(self._limits.max_num_batched_tokens)
-        this_round.add(self._seated_in(Phase.DECODING))
-        this_round.add(self._seated_in(Phase.PREFILLING))
+        decoding, computing = [], []
+        for sequence in self._seated:
+            if sequence.phase is Phase.DECODING:
+                decoding.append(sequence)
+            elif sequence.phase is not Phase.LEASED:
+                computing.append(sequence)
+        this_round = Round(self._limits.max_num_batched_tokens)
+        this_round.add(decoding)
+        this_round.add(computing)
         return this_round.batch()
 
-    def _seated_in(self, phase: Phase) -> Iterable[SequenceState]:
-        return (s for s in self._seated if s.phase is phase)
+    def advance(self, sequence: SequenceState, end: int) -> None:
+        """A step has computed the positions up to `end`."""
+        sequence.num_computed = end
+        if sequence.phase is Phase.RECOMPUTING and end >= sequence.num_forwarded:
+            sequence.phase = Phase.DECODING
 
     def start_decoding(self, sequence: SequenceState) -> None:
         """The prompt is computed, or arrived, and the first token is known."""
         sequence.phase = Phase.DECODING
 
-    def fork(self, group: ChoiceGroup, choice: int, tail: PromptTail | None) -> SequenceState:
+    def fork(self, group: ChoiceGroup, choice: int, tail: tuple[SavedRange, ...]) -> SequenceState:
         """One more choice of a prompt that is there; it goes on when it has a seat and blocks of its own."""
         sequence = group.sequences[choice] = group.prompt.forked(choice, self._block_size, tail)
         self._pool.share(sequence.blocks)
-        self._forked.append(sequence)
+        self._line.add(sequence)
         return sequence
 
     def hold(self, sequence: SequenceState) -> None:
@@ -192,10 +202,14 @@ class Scheduler:
         sequence.phase = Phase.PREFILLED
         del self._seated[sequence]
 
+    # --- ends
+
     def remove(self, sequence: SequenceState) -> list[BlockId]:
         """Forgets one sequence, whatever its phase; returns the blocks that nobody holds any more."""
-        if sequence.phase in (Phase.WAITING, Phase.FORKED):
-            self._leave_line(sequence)
+        if sequence.phase in _IN_LINE:
+            self._line.remove(sequence)
+        if sequence.phase is Phase.PREEMPTED:
+            self._swap.give_back(sequence)
         self._seated.pop(sequence, None)
         del self._live[sequence.request.request_id].sequences[sequence.choice]
         return self._pool.release(sequence.blocks)
@@ -206,22 +220,31 @@ class Scheduler:
         del self._live[group.request.request_id]
         return freed
 
-    def has_open_prompts(self) -> bool:
-        """A prompt is being computed, is on its way here, or is waited for elsewhere."""
-        return self._has_waiting_prefill() or any(s.phase in (Phase.PREFILLING, Phase.LEASED) for s in self._seated)
+    # --- observation
 
-    def _has_waiting_prefill(self) -> bool:
-        return bool(self._waiting) and self._waiting[0].request.work is Work.PREFILL
+    def has_open_prompts(self) -> bool:
+        """A prompt is being computed, is on its way here, or is waited for elsewhere; or a sequence is recomputed."""
+        return self.has_recomputation() or any(
+            s.phase in (Phase.PREFILLING, Phase.LEASED) or _is_awaited(s) for s in (*self._seated, *self._line)
+        )
+
+    def has_recomputation(self) -> bool:
+        """A sequence is, or will be, computed again, which takes the weights that it was computed with."""
+        return any(s.phase is Phase.RECOMPUTING for s in self._seated) or any(
+            s.phase is Phase.PREEMPTED and s.num_computed < s.num_forwarded for s in self._line
+        )
 
     def load(self) -> EngineLoad:
         phases = [s.phase for group in self._live.values() for s in group.sequences.values()]
         return EngineLoad(
-            running=phases.count(Phase.PREFILLING) + phases.count(Phase.DECODING),
-            waiting=phases.count(Phase.WAITING) + phases.count(Phase.FORKED),
+            running=sum(p in _COMPUTING for p in phases),
+            waiting=sum(p in _IN_LINE for p in phases),
+            preempted=phases.count(Phase.PREEMPTED),
             handoffs=phases.count(Phase.LEASED) + phases.count(Phase.PREFILLED),
             kv_blocks_used=self._pool.num_used,
             kv_blocks_cached=self._pool.num_cached,
             kv_blocks_total=self._pool.num_usable_blocks,
+            swap_bytes_used=self._swap.used_bytes,
         )
 
     def check_invariants(self) -> list[str]:
@@ -229,29 +252,36 @@ class Scheduler:
         groups = self._live.values()
         sequences = [s for group in groups for s in group.sequences.values()]
         found = self._pool.check_invariants(block for s in sequences for block in s.blocks)
-        found += self._cache.check_invariants()
+        found += self._cache.check_invariants() + self._swap.check_invariants(sequences)
         found += [sentence for group in groups for sentence in group.violations(self._block_size)]
-        waiting = [g for g in groups if Phase.WAITING in g.phases()]
-        if self._waiting != sorted(waiting, key=_place):
-            found.append("the waiting line and the waiting requests differ")
-        if set(self._forked) != {s for s in sequences if s.phase is Phase.FORKED}:
-            found.append("the line of forked choices and the forked choices differ")
-        if set(self._seated) != {s for s in sequences if s.phase not in _UNSEATED}:
+        if list(self._line) != sorted((s for s in sequences if s.phase in _IN_LINE), key=urgency_of):
+            found.append("the waiting line and the waiting sequences differ")
+        if set(self._seated) != {s for s in sequences if s.phase in (*_COMPUTING, Phase.LEASED)}:
             found.append("the seated and the running sequences differ")
         if len(self._seated) > self._limits.num_seats:
             found.append(f"{len(self._seated)} sequences are seated where {self._limits.num_seats} may be")
         return found
 
 
-def _place(group: ChoiceGroup) -> tuple[int, int]:
-    """Where a request belongs in the waiting line."""
-    return group.request.priority, group.arrival
+def _is_awaited(sequence: SequenceState) -> bool:
+    """A prompt without blocks that another worker waits for."""
+    return sequence.phase is Phase.WAITING and sequence.request.work is Work.PREFILL
 
 
 def _phase_at_admission(sequence: SequenceState) -> Phase:
-    if sequence.phase is Phase.FORKED:
-        return Phase.DECODING
-    return Phase.LEASED if sequence.request.work is Work.DECODE else Phase.PREFILLING
+    """For a sequence whose blocks have been given."""
+    if sequence.phase is Phase.WAITING:
+        return _phase_of_prompt(sequence)
+    return Phase.DECODING if sequence.num_computed == sequence.num_forwarded else Phase.RECOMPUTING
 
 
-_UNSEATED = (Phase.WAITING, Phase.FORKED, Phase.PREFILLED)
+def _phase_of_prompt(prompt: SequenceState) -> Phase:
+    """Work.DECODE computes it here if it is so short that a handoff costs more."""
+    missing = prompt.num_prompt - prompt.num_cached
+    if prompt.request.work is Work.DECODE and missing > prompt.request.local_prefill_max_tokens:
+        return Phase.LEASED
+    return Phase.PREFILLING
+
+
+_IN_LINE = (Phase.WAITING, Phase.FORKED, Phase.PREEMPTED)
+_COMPUTING = (Phase.PREFILLING, Phase.DECODING, Phase.RECOMPUTING)

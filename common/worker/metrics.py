@@ -88,9 +88,21 @@ def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
     metrics.counter("routing_rows_captured", "Routing rows recorded here.", lambda: stats.routing_rows_captured)
     metrics.counter("prefix_cache_queries_tokens", "Prompt tokens looked up.", lambda: stats.prefix_cache_queries)
     metrics.counter("prefix_cache_hit_tokens", "Those of them that were cached.", lambda: stats.prefix_cache_hits)
-    metrics.counter("preemptions", "Sequences put back; 0, because admission reserves all blocks.", lambda: 0)
+    _preemption_metrics(metrics, engine)
     waited = metrics.histogram("request_queue_time_seconds", "Time until a seat was free.", QUEUE_TIME_BUCKETS)
     engine.observe_queue_time(waited)
+
+
+def _preemption_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
+    """How often sequences lost their blocks to more urgent ones, and what that costs."""
+    stats = engine.stats
+    metrics.counter("preemptions", "Times that a sequence lost its KV blocks.", lambda: stats.preemptions)
+    metrics.counter("preemptions_swapped", "Those whose KV was kept.", lambda: stats.preemptions_swapped)
+    metrics.counter("preemptions_recomputed", "Those whose KV was not kept.", lambda: stats.preemptions_recomputed)
+    metrics.counter("swapped_tokens", "Positions copied to host memory.", lambda: stats.swapped_tokens)
+    metrics.counter("recomputed_tokens", "Positions forwarded again.", lambda: stats.recomputed_tokens)
+    metrics.gauge("requests_preempted", "Sequences that wait to go on.", lambda: engine.load().preempted)
+    metrics.gauge("swap_bytes_used", "Host memory that holds their KV.", lambda: engine.load().swap_bytes_used)
 
 
 def control_metrics(metrics: WorkerMetrics, control: WorkerControl, weights: Weights) -> None:

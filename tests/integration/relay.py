@@ -57,6 +57,7 @@ class WorkerPlan:
     max_message_bytes: int = 64 * 2**20
     routing: bool = True
     prefix_caching: bool = True
+    swap_space_bytes: int = 2**30
     #: Of a decode worker.
     local_prefill_max_tokens: int = 0
 
@@ -154,6 +155,7 @@ def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
         max_waiting=1000,
         max_model_len=kit.max_model_len,
         vocab_size=kit.vocab_size,
+        swap_space_bytes=plan.swap_space_bytes,
     )
     engine = Engine(
         runner,

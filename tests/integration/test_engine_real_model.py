@@ -34,9 +34,16 @@ class Model:
         layout = kv_layout(config, BLOCK_SIZE, self.decoder.dtype)
         return KVStore(layout, config.routing, num_blocks, torch.device("cpu"), poison=True)
 
-    def rig(self, *, num_blocks: int, chunk: int) -> CoreRig:
+    def rig(self, *, num_blocks: int, chunk: int, swap_space_bytes: int = 2**30) -> CoreRig:
         config, store = self.decoder.config, self.store(num_blocks)
-        bounds = EngineLimits(chunk, max_num_seqs=8, max_waiting=100, max_model_len=128, vocab_size=config.vocab_size)
+        bounds = EngineLimits(
+            chunk,
+            max_num_seqs=8,
+            max_waiting=100,
+            max_model_len=128,
+            vocab_size=config.vocab_size,
+            swap_space_bytes=swap_space_bytes,
+        )
         return CoreRig(ModelRunner(self.decoder, store), store, bounds, config.eos_token_ids)
 
     def solo(self) -> SoloRunner:

@@ -12,6 +12,7 @@ from common.engine.request import (
     EngineEvent,
     EngineRequest,
     Failed,
+    PrefillsLocally,
     Progress,
     PromptAdvanced,
     RequestId,
@@ -31,9 +32,14 @@ EOS = frozenset({EOS_TOKEN_ID})
 
 
 def limits(
-    *, max_num_batched_tokens: int = 16, max_num_seqs: int = 8, max_waiting: int = 100, max_model_len: int = 128
+    *,
+    max_num_batched_tokens: int = 16,
+    max_num_seqs: int = 8,
+    max_waiting: int = 100,
+    max_model_len: int = 128,
+    swap_space_bytes: int = 2**20,
 ) -> EngineLimits:
-    return EngineLimits(max_num_batched_tokens, max_num_seqs, max_waiting, max_model_len, VOCAB_SIZE)
+    return EngineLimits(max_num_batched_tokens, max_num_seqs, max_waiting, max_model_len, VOCAB_SIZE, swap_space_bytes)
 
 
 def make_request(
@@ -71,6 +77,8 @@ class Transcript:
     num_leased_cached: int = 0
     #: What the first token said of the request's prompt.
     num_cached: int = 0
+    #: On a decode engine: no handoff is awaited.
+    is_local: bool = False
 
     def __post_init__(self) -> None:
         others = range(1, self.request.sampling.n) if self.choice == 0 else ()
@@ -85,6 +93,10 @@ class Transcript:
                 assert self.blocks is None
                 self.blocks = event.blocks
                 self.num_leased_cached = event.num_cached
+            case PrefillsLocally():
+                assert self.request.work is Work.DECODE
+                assert not self.blocks
+                self.is_local = True
             case PromptAdvanced():
                 self.blocks = event.blocks
                 self.advances.append(event)
@@ -92,7 +104,7 @@ class Transcript:
                 self._take_logprobs(event.prompt_logprobs)
             case Progress():
                 self._take_logprobs(event.prompt_logprobs)
-                if event.tokens and self.request.work is Work.WHOLE:
+                if event.tokens and self.is_whole:
                     self.assert_all_logprobs()
                 self.all[event.choice]._take_progress(event)
             case Failed():
@@ -119,6 +131,11 @@ class Transcript:
         """All of the prompt's positions have been told, if the request asked for them."""
         wanted = 0 if self.request.sampling.prompt_logprobs is None else len(self.request.prompt)
         assert sum(len(part) for part in self.logprobs) == wanted
+
+    @property
+    def is_whole(self) -> bool:
+        """The engine that tells this computes the prompt too."""
+        return self.request.work is Work.WHOLE or self.is_local
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -150,7 +167,7 @@ class Transcript:
             assert not self.rows
         else:
             np.testing.assert_array_equal(self.rows_TLK, expected.rows_TLK, strict=True)
-        if self.choice == 0 and self.request.work is Work.WHOLE and expected.prompt_logprobs is not None:
+        if self.choice == 0 and self.is_whole and expected.prompt_logprobs is not None:
             np.testing.assert_array_equal(self.prompt_logprobs, expected.prompt_logprobs, strict=True)
 
 
@@ -209,6 +226,7 @@ class CoreRig:
         """Nothing is held by anybody."""
         load = self.core.load()
         assert (load.running, load.waiting, load.handoffs, load.kv_blocks_used) == (0, 0, 0, 0)
+        assert (load.preempted, load.swap_bytes_used) == (0, 0)
         assert self.core.check_invariants() == []
         assert self.admission.close() == []
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.fork import PromptTail
 from common.engine.grammar import AllowedMask, GrammarMatcher
 from common.engine.request import EngineRequest, RequestId, Work
+from common.engine.saved import prompt_tail
 from common.errors import HandoffCorruptError, InternalError, InvalidRequestError
 from common.kv.pool import BlockId
 from common.sampling import Finish, FinishReason, SampledToken, SamplingParams
@@ -49,9 +49,11 @@ def test_choices_share_the_full_blocks_of_the_prompt() -> None:
     rig.submit(make_request("a", PROMPT, sampled(3, 6)))
     rig.step()
     rig.step()
-    # 12 slots are three blocks of four; the first one is full of prompt and held once.
-    assert rig.core.load().kv_blocks_used == 1 + 3 * 2
+    # Eight slots are two blocks of four; the first one is full of prompt and held once.
+    assert rig.core.load().kv_blocks_used == 1 + 3 * 1
     assert rig.core.load().running == 3
+    rig.step()
+    assert rig.core.load().kv_blocks_used == 1 + 3 * 2
     rig.run()
     rig.assert_baseline()
 
@@ -90,13 +92,16 @@ def test_first_tokens_are_told_at_once_whoever_must_wait() -> None:
     assert (load.running, load.waiting) == (1, 2)
 
 
-def test_forked_choices_go_before_whoever_waits() -> None:
+def test_forked_choices_wait_in_their_requests_place() -> None:
     rig = FakeRig(bounds=limits(max_num_seqs=1))
     first = rig.submit(make_request("a", PROMPT, sampled(2)))
     rig.step()
+    later = rig.submit(make_request("later", PROMPT, sampled(1)))
     urgent = rig.submit(EngineRequest(RequestId("urgent"), PROMPT, sampled(1), 0, Work.WHOLE, priority=-9))
-    assert [choice.ended for choice in first.all] == [False, False]
     while not urgent.tokens:
+        rig.step()
+    assert [choice.ended for choice in first.all] == [True, False]
+    while not later.tokens:
         rig.step()
     assert [choice.ended for choice in first.all] == [True, True]
 
@@ -362,19 +367,18 @@ def test_a_first_token_that_the_grammar_refuses_is_corrupt() -> None:
 def test_the_prompts_tail_is_copied_with_its_rows(routing: bool) -> None:
     """Positions 4 to 6 of a prompt of 7, from block 3 to block 5: slots 12 to 14 to slots 20 to 22."""
     store = fake_store(8)
-    store.kv_L2SGD.copy_(torch.arange(store.kv_L2SGD.numel()).view(store.kv_L2SGD.shape))
+    store.kv_LCSGD.copy_(torch.arange(store.kv_LCSGD.numel()).view(store.kv_LCSGD.shape))
     rows_NLK = np.arange(3 * 4, dtype=np.uint8).reshape(3, 2, 2)
     if routing:
         store.write_rows(np.array([12, 13, 14]), rows_NLK)
-    before = store.kv_L2SGD.clone()
-    tail = PromptTail.read(store, [BlockId(1), BlockId(3)], 7, routing=routing)
-    assert tail is not None
+    before = store.kv_LCSGD.clone()
+    [tail] = prompt_tail(store, [BlockId(1), BlockId(3)], 7, routing=routing)
     tail.write(store, [BlockId(1), BlockId(5)])
     before[:, :, 20:23] = before[:, :, 12:15]
-    assert torch.equal(store.kv_L2SGD, before)
+    assert torch.equal(store.kv_LCSGD, before)
     if routing:
         np.testing.assert_array_equal(store.read_rows(np.array([20, 21, 22])), rows_NLK)
-    assert PromptTail.read(store, [BlockId(1), BlockId(3)], 8, routing=False) is None
+    assert prompt_tail(store, [BlockId(1), BlockId(3)], 8, routing=False) == ()
 
 
 def test_tokens_name_the_weights_in_use() -> None:

@@ -202,7 +202,7 @@ def test_leased_blocks_are_blank() -> None:
     leased = rig.submit(make_request("leased", PROMPT, greedy(4), work=Work.DECODE))
     rig.step()
     assert leased.blocks is not None
-    slots = slots_of(leased.blocks, 0, 12, 4)
+    slots = slots_of(leased.blocks, 0, 8, 4)
     assert not rig.store.read_kv(slots).any()
 
 
@@ -278,9 +278,12 @@ def test_an_ended_id_may_be_used_again() -> None:
 
 def test_a_lost_row_fails_its_request_and_no_other() -> None:
     rig = FakeRig()
-    rig.runner.lost_rows = lambda chunk, position: len(chunk.blocks) == 4 and position == 8
+    first_blocks = [0]
+    rig.runner.lost_rows = lambda chunk, position: chunk.blocks[0] == first_blocks[0] and position == 8
     lost = rig.submit(make_request("lost", PROMPT, greedy(9)))
     good = rig.submit(make_request("good", PROMPT[:3], greedy(9)))
+    rig.step()
+    first_blocks[0] = rig.runner.batches[0][0].blocks[0]
     rig.run()
     assert isinstance(lost.error, RoutingMissingError)
     assert [t.token_id for t in lost.tokens] == [t.token_id for t in solo(lost.request).tokens[:2]]

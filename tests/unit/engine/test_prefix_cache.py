@@ -156,10 +156,10 @@ def test_what_becomes_free_behind_an_evicted_block_is_ruined_too() -> None:
     rig.run()
     output = slots_of(rig.runner.batches[-1][0].blocks, 8, 12, 4)
     assert rig.core.load().kv_blocks_cached == 3
-    rig.submit(make_request("takes all that is free", [1, 2], greedy(11)))
+    rig.submit(make_request("takes all that is free", [1, 2] * 6, greedy(1), work=Work.DECODE))
     rig.step()
     assert not rig.store.read_kv(output).isnan().any()
-    rig.submit(make_request("needs one more", [3, 2], greedy(2)))
+    rig.submit(make_request("needs one more", [3, 2], greedy(2), work=Work.DECODE))
     rig.step()
     assert rig.core.load().kv_blocks_cached == 1
     assert rig.store.read_kv(output).isnan().all()
@@ -176,17 +176,17 @@ def test_a_full_cache_never_keeps_a_request_waiting() -> None:
 def test_whoever_waits_for_blocks_holds_none_of_its_prefix() -> None:
     rig = FakeRig(num_blocks=8)
     served(rig, make_request("warm", PROMPT, greedy(1)))
-    runs = rig.submit(make_request("runs", [1, 2], greedy(15)))
+    rig.submit(make_request("leased", [1, 2] * 8, greedy(2), work=Work.DECODE))
     rig.step()
-    waits = rig.submit(make_request("waits", PROMPT, greedy(12)))
+    waits = rig.submit(make_request("waits", [*PROMPT, *PROMPT[:6]], greedy(12)))
     for _ in range(3):
         rig.step()
     load = rig.core.load()
     assert (load.waiting, load.kv_blocks_used, load.kv_blocks_cached) == (1, 4, 3)
+    rig.cancel(RequestId("leased"))
     rig.run()
     assert rig.core.stats.prefix_cache_hits == 12
-    for got in (runs, waits):
-        got.assert_equals(solo(got.request))
+    waits.assert_equals(solo(waits.request))
 
 
 def test_a_failed_step_caches_nothing() -> None:

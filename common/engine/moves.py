@@ -1,0 +1,88 @@
+"""Carries out on the memory what the scheduler decided about blocks."""
+
+from collections.abc import Iterable
+
+import structlog
+
+from common.engine.preemption import BlockChanges, Preemption
+from common.engine.saved import SavedRange
+from common.engine.sequence import SequenceState
+from common.engine.stats import EngineStats
+from common.errors import InternalError, MoerelayError
+from common.kv.pool import BlockPool
+from common.kv.store import KVStore
+
+_log = structlog.get_logger(__name__)
+
+#: A sequence whose request has to end in this error.
+Failure = tuple[SequenceState, MoerelayError]
+
+
+class BlockMover:
+    """Copies, forgets and blanks blocks. Failures are returned, for whoever can end a request."""
+
+    def __init__(self, store: KVStore, pool: BlockPool, stats: EngineStats) -> None:
+        self._store = store
+        self._pool = pool
+        self._stats = stats
+
+    def carry_out(self, changes: BlockChanges, admitted: Iterable[SequenceState] = ()) -> list[Failure]:
+        """All of it, in the only right order: a block is copied before it is forgotten, and forgotten before it is
+        made blank for its next owner, who may be the one that it was taken from.
+        """
+        failures = [f for p in changes.preempted if (f := self._save(p)) is not None]
+        self._store.free_blocks([*changes.freed, *self._pool.take_evicted()])
+        failures += self._blank_last(changes.grown)
+        return failures + [f for s in admitted if (f := self._fill(s)) is not None]
+
+    def _save(self, preemption: Preemption) -> Failure | None:
+        """Copies what a preempted sequence keeps out of the blocks that it had."""
+        sequence, end = preemption.sequence, preemption.end
+        kind = "swapped" if end else "recomputed"
+        _log.info(
+            "preempted",
+            request=sequence.request.request_id,
+            choice=sequence.choice,
+            kind=kind,
+            tokens=preemption.num_computed,
+        )
+        if not end:
+            self._stats.preemptions_recomputed += 1
+            return None
+        self._stats.preemptions_swapped += 1
+        self._stats.swapped_tokens += end
+        try:
+            saved = SavedRange.read(self._store, preemption.blocks, 0, end, routing=sequence.wants_rows)
+        except MoerelayError as error:
+            return sequence, error
+        except (RuntimeError, MemoryError) as error:  # what torch and NumPy raise when memory is out
+            return _failure(sequence, "saving preempted KV failed", error)
+        sequence.saved = (saved, *sequence.saved)
+        return None
+
+    def _blank_last(self, grown: list[SequenceState]) -> list[Failure]:
+        """Makes the blocks blank into which sequences grow."""
+        if not grown:
+            return []
+        try:
+            self._store.clear_blocks([s.blocks[-1] for s in grown])
+        except RuntimeError as error:
+            return [_failure(s, "preparing blocks failed", error) for s in grown]
+        return []
+
+    def _fill(self, sequence: SequenceState) -> Failure | None:
+        """Makes the blocks that a sequence came in with blank, but for what it shares or has saved."""
+        start = sequence.num_shared * self._store.layout.block_size
+        try:
+            self._store.clear_blocks(sequence.blocks[sequence.num_shared :])
+            for saved in sequence.saved:
+                saved.write(self._store, sequence.blocks, start)
+        except RuntimeError as error:
+            return _failure(sequence, "preparing blocks failed", error)
+        sequence.saved = ()
+        return None
+
+
+def _failure(sequence: SequenceState, event: str, error: Exception) -> Failure:
+    _log.error(event, request=sequence.request.request_id, exc_info=error)
+    return sequence, InternalError(f"the KV cache failed: {type(error).__name__}")

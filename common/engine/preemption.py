@@ -1,0 +1,133 @@
+"""Blocks for the next token of every decoding sequence, taken from the least urgent ones if need be. Sans-I/O."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from common.engine.line import WaitingLine, urgency_of
+from common.engine.sequence import Phase, SequenceState
+from common.engine.swap import SwapSpace
+from common.kv.cache import PrefixCache
+from common.kv.pool import BlockId, BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """One sequence that lost all of its blocks."""
+
+    sequence: SequenceState
+    #: Those that it had; somebody else may own them by now.
+    blocks: tuple[BlockId, ...]
+    #: Positions [0, end) of them are to be copied; 0: nothing is kept, and all is computed again.
+    end: int
+    #: Positions that it had.
+    num_computed: int
+
+
+@dataclass(slots=True)
+class BlockChanges:
+    """What has to be done to the memory, in this order, before the blocks are used in their new places."""
+
+    #: To be copied.
+    preempted: list[Preemption] = field(default_factory=list)
+    #: Held by nobody for a moment at least: to be forgotten.
+    freed: list[BlockId] = field(default_factory=list)
+    #: Their last block is new: to be made blank.
+    grown: list[SequenceState] = field(default_factory=list)
+
+
+class Preemptor:
+    """Gives decoding sequences the blocks that they grow into, and puts others back into the line for it.
+
+    Victims are the least urgent among those that compute generated tokens and the choices that wait for a seat. Prompts
+    never are: they hold what they need, and other parties read or write their blocks. So a sequence loses its blocks to
+    a more urgent one, or because prompts, leases and held prefills have taken the rest of the pool.
+
+    Args:
+        seated, line: those of the scheduler; victims are moved from one to the other.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        swap: SwapSpace,
+        seated: dict[SequenceState, None],
+        line: WaitingLine,
+    ) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._swap = swap
+        self._seated = seated
+        self._line = line
+        self._changes = BlockChanges()
+
+    def take_changes(self) -> BlockChanges:
+        """What has changed since the last call."""
+        changes, self._changes = self._changes, BlockChanges()
+        return changes
+
+    def grow(self) -> None:
+        """Every decoding sequence has blocks for all tokens that it knows, or is put back into the line."""
+        size = self._cache.block_size
+        lacking = [s for s in self._seated if s.phase is Phase.DECODING and len(s.token_ids) > len(s.blocks) * size]
+        if len(lacking) > self._pool.num_available:
+            lacking.sort(key=urgency_of)
+        for sequence in lacking:
+            if sequence.phase is Phase.DECODING:  # or a more urgent one has just taken its blocks
+                self._grow(sequence)
+
+    def _grow(self, sequence: SequenceState) -> None:
+        while (block := self._pool.try_allocate(1)) is None:
+            victim = self._least_urgent()
+            self._preempt(victim)
+            if victim is sequence:
+                return
+        sequence.blocks += tuple(block)
+        self._changes.grown.append(sequence)
+
+    def _least_urgent(self) -> SequenceState:
+        """Whoever asks is one of them."""
+        candidates = [s for s in self._seated if s.phase in (Phase.DECODING, Phase.RECOMPUTING)]
+        return max(candidates + self._idle_forks(), key=urgency_of)
+
+    def _idle_forks(self) -> list[SequenceState]:
+        """FORKED choices whose prompt is held by such choices alone: with the last of them its blocks are free."""
+        forks = [s for s in self._line if s.phase is Phase.FORKED and s.blocks]
+        holders = Counter(s.blocks[-1] for s in forks)
+        return [s for s in forks if holders[s.blocks[-1]] == self._pool.num_references(s.blocks[-1])]
+
+    def try_preempt_fork(self, head: SequenceState) -> bool:
+        """Takes the blocks of the least urgent FORKED choice that may keep `head` waiting; False if there is none."""
+        forks = [s for s in self._line if s.phase is Phase.FORKED and s.blocks and not _is_sibling(s, head)]
+        if not forks:
+            return False
+        self._preempt(max(forks, key=urgency_of))
+        return True
+
+    def _preempt(self, victim: SequenceState) -> None:
+        """Takes all blocks of a sequence and puts it into the line, with a copy of what was in them or without."""
+        num_computed, in_blocks = victim.num_computed, victim.num_computed
+        if victim.phase is Phase.FORKED:
+            in_blocks = victim.num_shared * self._cache.block_size
+        else:
+            del self._seated[victim]
+            self._line.add(victim)
+        if not self._try_keep(victim):
+            victim.num_computed, victim.saved, in_blocks = 0, (), 0
+        self._changes.preempted.append(Preemption(victim, victim.blocks, in_blocks, num_computed))
+        self._changes.freed += self._pool.release(victim.blocks)
+        victim.phase, victim.blocks, victim.num_shared = Phase.PREEMPTED, (), 0
+
+    def _try_keep(self, victim: SequenceState) -> bool:
+        """Room for a copy of what was computed, if there is some, or if it could not be computed again."""
+        if victim.num_computed and self._swap.try_take(victim):
+            return True
+        if victim.weights == self._cache.num_weight_changes:
+            return False
+        self._swap.take(victim)
+        return True
+
+
+def _is_sibling(sequence: SequenceState, head: SequenceState) -> bool:
+    """Both are FORKED choices of one prompt: whatever blocks the one holds, so does the other."""
+    return head.phase is Phase.FORKED and sequence.request is head.request

@@ -1,0 +1,48 @@
+"""What an engine has done so far."""
+
+from dataclasses import dataclass
+
+from common.engine.batch import ScheduledBatch
+from common.engine.sequence import Phase
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the start. Written by the engine thread, readable by any."""
+
+    #: Prompt positions forwarded here.
+    prompt_tokens_computed: int = 0
+    #: Tokens sampled here.
+    generated_tokens: int = 0
+    steps: int = 0
+    #: Steps that forwarded at least one generated token.
+    decode_steps: int = 0
+    #: Routing rows that forward passes wrote into the store.
+    routing_rows_captured: int = 0
+    #: Prompt tokens of admitted requests that may read the prefix cache, and those of them that it held.
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    step_failures: int = 0
+    #: Sequences that lost their blocks to more urgent ones and kept a copy of what was in them; and those that did not.
+    preemptions_swapped: int = 0
+    preemptions_recomputed: int = 0
+    #: Positions that were copied to host memory for it.
+    swapped_tokens: int = 0
+    #: Positions of preempted sequences that were forwarded again.
+    recomputed_tokens: int = 0
+
+    @property
+    def preemptions(self) -> int:
+        """All of them."""
+        return self.preemptions_swapped + self.preemptions_recomputed
+
+    def count(self, batch: ScheduledBatch) -> None:
+        """A step has computed the batch, whose sequences have not moved on yet."""
+        self.steps += 1
+        self.decode_steps += any(c.sequence.phase is Phase.DECODING for c in batch.chunks)
+        for chunk in batch.chunks:
+            num_tokens, sequence = chunk.end - chunk.start, chunk.sequence
+            self.prompt_tokens_computed += num_tokens * (sequence.phase is Phase.PREFILLING)
+            self.recomputed_tokens += num_tokens * (sequence.phase is Phase.RECOMPUTING)
+            self.generated_tokens += chunk.samples * (1 if sequence.num_generated else sequence.request.sampling.n)
+            self.routing_rows_captured += num_tokens * sequence.wants_rows
