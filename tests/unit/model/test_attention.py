@@ -35,14 +35,14 @@ class _Sequence:
     def chunk(self, start: int, end: int) -> Chunk:
         return Chunk([0] * (end - start), start, self.blocks, wants_logits=False, wants_rows=False)
 
-    def expected(self, position: int, window: int | None) -> Doubles:
-        """Attention of one position, [N, D], by the textbook."""
+    def expected(self, position: int, window: int | None, sinks: Doubles | None = None) -> Doubles:
+        """Attention of one position, [N, D], by the textbook; a sink adds to the sum and has no value."""
         first = 0 if window is None else max(0, position - window + 1)
         output = np.empty((_HEADS, _HEAD_DIM))
         for head in range(_HEADS):
             k, v = (t[first : position + 1, head // (_HEADS // _KV_HEADS)].double().numpy() for t in (self.k, self.v))
             weights = np.exp(k @ self.q[position, head].double().numpy())
-            output[head] = weights @ v / weights.sum()
+            output[head] = weights @ v / (weights.sum() + (0 if sinks is None else np.exp(sinks[head])))
         return output
 
 
@@ -52,8 +52,15 @@ def store() -> KVStore:
     return KVStore(layout, RoutingLayout(1, 1, 1), 128, _CPU, poison=True)
 
 
+#: Logits that differ from head to head: beside the keys', far below them, and far above.
+_SINKS = [None, [0.3, -1.2, 2.5, 0.9], [-40.0, -1e4, 0.0, -7.0], [60.0, 12.0, -3.0, 25.0]]
+
+
+@pytest.mark.parametrize("sinks", _SINKS)
 @pytest.mark.parametrize("window", [None, 1, 40, TILE])
-def test_decode_steps_and_chunks_match_plain_attention(store: KVStore, window: int | None) -> None:
+def test_decode_steps_and_chunks_match_plain_attention(
+    store: KVStore, window: int | None, sinks: list[float] | None
+) -> None:
     long, short, chunked = _Sequence(store, 2 * TILE + 5, 1), _Sequence(store, 3, 50), _Sequence(store, TILE + 9, 60)
     chunks = [long.chunk(2 * TILE + 4, 2 * TILE + 5), short.chunk(2, 3), chunked.chunk(TILE - 20, TILE + 9)]
     groups = plan_groups(chunks, _HEADS, window, store.layout, store.kv_LCSGD.shape[2], _CPU)
@@ -61,10 +68,12 @@ def test_decode_steps_and_chunks_match_plain_attention(store: KVStore, window: i
 
     q = torch.cat((long.q[-1:], short.q[-1:], chunked.q[TILE - 20 :]))
     cache = store.kv_LCSGD[0].view(-1, _HEAD_DIM)
-    output = torch.cat([group.attend(q[group.tokens], cache, _KV_HEADS) for group in groups])
+    sinks_N = None if sinks is None else torch.tensor(sinks)
+    output = torch.cat([group.attend(q[group.tokens], cache, _KV_HEADS, sinks_N=sinks_N) for group in groups])
 
     positions = [(long, 2 * TILE + 4), (short, 2), *((chunked, p) for p in range(TILE - 20, TILE + 9))]
-    expected = np.stack([sequence.expected(position, window) for sequence, position in positions])
+    doubles = None if sinks is None else np.array(sinks)
+    expected = np.stack([sequence.expected(position, window, doubles) for sequence, position in positions])
     np.testing.assert_allclose(output.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -13,11 +13,14 @@ from tests.unit.model.harness import Harness, SoloRun, chunk, load_decoder, make
 
 #: Widths that are no multiple of a vector register, so that every elementwise kernel has a scalar tail.
 _ODD = {"hidden_size": 76, "head_dim": 18, "moe_intermediate_size": 37, "intermediate_size": 51, "vocab_size": 299}
+_ODD_FUSED = {"hidden_size": 76, "head_dim": 18, "intermediate_size": 37, "vocab_size": 299, "num_key_value_heads": 1}
 
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
     "mixtral-windowed": ("mixtral", {"sliding_window": 40}),
+    "gpt_oss": ("gpt_oss", {}),
     "odd-sizes": ("qwen3_moe", {**_ODD, "num_experts": 7, "num_experts_per_tok": 3, "mlp_only_layers": [2]}),
+    "odd-sizes-fused": ("gpt_oss", {**_ODD_FUSED, "num_local_experts": 7, "num_experts_per_tok": 3}),
 }
 
 

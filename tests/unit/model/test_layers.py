@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from common.model.layers import batched_product, linear, prepare_weight, rms_norm, silu_gated
+from common.model.layers import batched_product, clamped_swiglu, linear, prepare_weight, rms_norm, silu_gated
 
 #: Outputs and inputs: tiny, odd, and large enough for the blocked kernels.
 _SHAPES = [(3, 50), (7, 76), (8, 64), (64, 32), (74, 75), (257, 64), (512, 256), (32, 1024)]
@@ -80,6 +80,7 @@ def test_batched_products_are_independent(num_outputs: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("width", [36, 64, 75])
 def test_elementwise_rows_are_independent(width: int, dtype: torch.dtype) -> None:
     _assert_rows_independent(silu_gated, _draw(700, 2 * width, dtype=dtype))
+    _assert_rows_independent(lambda x: clamped_swiglu(x, 1.702, 1.5), _draw(700, 2 * width, dtype=dtype))
     weight = _draw(width, dtype=dtype)
     _assert_rows_independent(lambda x: rms_norm(x, weight, 1e-6), _draw(700, width, dtype=dtype))
 
@@ -88,6 +89,32 @@ def test_silu_gated_is_silu_of_the_gate_times_up() -> None:
     gate, up = _draw(3, 20), _draw(4, 20)[:3]
     expected = _double(gate) / (1 + np.exp(-_double(gate))) * _double(up)
     np.testing.assert_allclose(silu_gated(torch.cat((gate, up), dim=1)).numpy(), expected, rtol=1e-5)
+
+
+#: Gates and up values inside the limit, at it, just beyond, and as large as the type allows.
+_EXTREMES = [0.0, -0.0, 1e-30, 0.5, -0.5, 6.9, 7.0, 7.1, -7.0, -7.1, 50.0, -50.0, -90.0, -1e4, 1e4, 3e38, -3e38]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize(("alpha", "limit"), [(1.702, 7.0), (0.5, 1.25)])
+def test_clamped_swiglu_bounds_the_gate_above_and_the_rest_on_both_sides(
+    dtype: torch.dtype, alpha: float, limit: float
+) -> None:
+    gate, up = (t.flatten().to(dtype) for t in torch.meshgrid(*[torch.tensor(_EXTREMES)] * 2, indexing="ij"))
+    got = clamped_swiglu(torch.stack((gate, up), dim=1), alpha, limit)
+    bounded, shifted = np.minimum(_double(gate), limit), np.clip(_double(up), -limit, limit) + 1
+    with np.errstate(over="ignore"):  # where the sigmoid is 0
+        expected = bounded / (1 + np.exp(-alpha * bounded)) * shifted
+    assert got.dtype == dtype
+    assert got.shape == (len(_EXTREMES) ** 2, 1)
+    rtol = 1e-5 if dtype == torch.float32 else 2**-8
+    np.testing.assert_allclose(_double(got)[:, 0], expected, rtol=rtol, atol=1e-35)
+
+
+def test_clamped_swiglu_takes_halves_not_alternating_columns() -> None:
+    gate, up = _draw(3, 20), _draw(4, 20)[:3]
+    expected = _double(gate) / (1 + np.exp(-1.702 * _double(gate))) * (_double(up) + 1)
+    np.testing.assert_allclose(clamped_swiglu(torch.cat((gate, up), dim=1), 1.702, 7.0).numpy(), expected, rtol=1e-5)
 
 
 def test_rms_norm_divides_by_the_root_mean_square() -> None:

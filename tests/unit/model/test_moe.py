@@ -1,10 +1,13 @@
 """The MoE block against a NumPy recomputation, and the order of its choices."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from common.model.config import RouterConfig
+from common.model.layers import clamped_swiglu
 from common.model.moe import Dispatch, Experts, MoeFeedForward, combine
 from common.model.router import Router
 
@@ -31,6 +34,25 @@ def test_weights_are_probabilities_renormalised_on_demand(norm: bool, expected: 
     ids, weights = router.choose(x)
     assert ids.tolist() == [[2, 0]]
     np.testing.assert_allclose(weights.numpy(), [expected], rtol=1e-5)
+
+
+def test_chosen_softmax_ranks_biased_logits_and_weighs_the_chosen_alone() -> None:
+    rows = [[0.0, 1.0, 2.0, -1.0], [3.0, 0.0, 0.0, 0.0]]
+    config = RouterConfig(scoring="chosen_softmax", bias=True)
+    bias = torch.tensor([0.5, 0.0, -1.5, 4.0])
+    router = Router(config, 2, torch.tensor(rows).T.contiguous(), bias)
+    ids, weights = router.choose(torch.eye(2))
+    # Biased logits: 0.5, 1, 0.5, 3 and 3.5, 0, -1.5, 4.
+    assert ids.tolist() == [[3, 1], [3, 0]]
+    high, close = 1 / (1 + np.exp(-2.0)), 1 / (1 + np.exp(-0.5))
+    np.testing.assert_allclose(weights.numpy(), [[high, 1 - high], [close, 1 - close]], rtol=1e-6)
+
+
+def test_chosen_softmax_gives_ties_to_the_lower_id_and_survives_large_logits() -> None:
+    router = Router(RouterConfig(scoring="chosen_softmax"), 3, torch.tensor([[-500.0, 800.0, 800.0, 90.0, 800.0]]).T)
+    ids, weights = router.choose(torch.ones(1, 1))
+    assert ids.tolist() == [[1, 2, 4]]
+    np.testing.assert_allclose(weights.numpy(), [[1 / 3] * 3], rtol=1e-6)
 
 
 def test_dispatch_groups_rows_by_expert_and_brings_them_back() -> None:
@@ -61,3 +83,20 @@ def test_the_block_is_the_weighted_sum_of_its_experts() -> None:
             gate, up = np.split(gate_up[expert].double().numpy() @ x[token].double().numpy(), 2)
             expected[token] += weight * (down[expert].double().numpy() @ (gate / (1 + np.exp(-gate)) * up))
     np.testing.assert_allclose(block.forward(x, ids, weights).numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_each_expert_adds_its_own_biases() -> None:
+    num_experts, hidden, width = 5, 20, 12
+    gate_up, down = _draw(num_experts, 2 * width, hidden), _draw(num_experts, hidden, width)
+    gate_up_bias, down_bias = _draw(num_experts, 2 * width), _draw(num_experts, hidden)
+    activate = partial(clamped_swiglu, alpha=1.702, limit=0.8)
+    experts = Experts(list(gate_up), list(down), activate, gate_up_bias, down_bias)
+    counts = [2, 0, 3, 0, 1]  # experts 1 and 3 have no rows, and their biases must not move up
+    x = _draw(6, hidden)
+    expected = np.empty((6, hidden))
+    for row, expert in enumerate([0, 0, 2, 2, 2, 4]):
+        fused = gate_up[expert].double().numpy() @ x[row].double().numpy() + gate_up_bias[expert].double().numpy()
+        gate, up = np.minimum(fused[:width], 0.8), np.clip(fused[width:], -0.8, 0.8)
+        inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        expected[row] = down[expert].double().numpy() @ inner + down_bias[expert].double().numpy()
+    np.testing.assert_allclose(experts.forward(x, counts).numpy(), expected, rtol=1e-3, atol=1e-4)
