@@ -1,5 +1,6 @@
 """What the engine tests share: an engine core driven step by step, and one request's side of the story."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from common.engine.solo import SoloResult, SoloRunner
 from common.errors import MoerelayError
 from common.kv.pool import BlockId, BlockPool
 from common.kv.store import KVStore, slots_of
-from common.model.batch import Runner
+from common.model.batch import Chunk, Runner, StepOutput
 from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, SampledToken, SamplingParams
@@ -57,6 +58,33 @@ def solo(request: EngineRequest, choice: int = 0, *, weights: int = 0, version: 
     store = fake_store(64)
     oracle = SoloRunner(FakeRunner(store, weights), store, EOS, weight_version=version)
     return oracle.run(request.prompt, request.sampling, request.routing_start, choice=choice, matcher=request.matcher)
+
+
+def straddling_solo(request: EngineRequest, versions: Sequence[str], choice: int = 0) -> SoloResult:
+    """The oracle's answer when each token is sampled under the weights of that label; the last one for all others.
+
+    The weights of a label are its number, and those of none are number 0.
+    """
+    store = fake_store(64)
+    runner = _ChangingRunner(store, [int(version or 0) for version in versions])
+    result = SoloRunner(runner, store, EOS).run(
+        request.prompt, request.sampling, request.routing_start, choice=choice, matcher=request.matcher
+    )
+    labels = [*versions, *[versions[-1]] * len(result.tokens)]
+    tokens = (replace(token, weight_version=label) for token, label in zip(result.tokens, labels, strict=False))
+    return replace(result, tokens=tuple(tokens))
+
+
+class _ChangingRunner(FakeRunner):
+    """Has other weights in every step."""
+
+    def __init__(self, store: KVStore, weights: Sequence[int]) -> None:
+        super().__init__(store)
+        self._weights = weights
+
+    def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
+        self.weights = self._weights[min(len(self.batches), len(self._weights) - 1)]
+        return super().execute(chunks)
 
 
 @dataclass

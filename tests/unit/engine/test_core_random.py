@@ -1,4 +1,7 @@
-"""Random arrivals, ends and pool sizes: whatever happens to a request, what it was told is its solo run."""
+"""Random arrivals, ends, pools and weights: whatever happens to a request, what it was told is its solo run.
+
+Pools are small, so that sequences are preempted all the time, and keep their KV or not.
+"""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -8,11 +11,11 @@ from common.engine.request import EngineRequest, RequestId, Work
 from common.engine.solo import SoloResult
 from common.errors import InvalidRequestError
 from common.sampling import FinishReason, SamplingParams
-from tests.unit.engine.rig import FakeRig, Transcript, copy_slots, limits, solo
+from tests.unit.engine.rig import FakeRig, Transcript, copy_slots, limits, straddling_solo
 
 SAMPLING = st.builds(
     SamplingParams,
-    max_tokens=st.integers(1, 12),
+    max_tokens=st.integers(1, 24),
     min_tokens=st.integers(0, 3),
     temperature=st.sampled_from([0.0, 0.7, 1.5]),
     top_p=st.sampled_from([0.8, 1.0]),
@@ -39,9 +42,16 @@ PROMPTS = st.one_of(
 class EngineMachine(RuleBasedStateMachine):
     """WHOLE, PREFILL and DECODE requests on one small engine; a solo run plays the far side of each handoff."""
 
-    @initialize(num_blocks=st.integers(6, 20), budget=st.integers(1, 12), seats=st.integers(1, 5))
-    def build(self, num_blocks: int, budget: int, seats: int) -> None:
-        self.rig = FakeRig(num_blocks=num_blocks, bounds=limits(max_num_batched_tokens=budget, max_num_seqs=seats))
+    @initialize(
+        num_blocks=st.integers(4, 16),
+        budget=st.integers(1, 12),
+        seats=st.integers(1, 6),
+        swap_space_bytes=st.sampled_from([0, 600, 2**20]),  # a position takes 20
+        prefix_caching=st.booleans(),
+    )
+    def build(self, num_blocks: int, budget: int, seats: int, swap_space_bytes: int, prefix_caching: bool) -> None:
+        bounds = limits(max_num_batched_tokens=budget, max_num_seqs=seats, swap_space_bytes=swap_space_bytes)
+        self.rig = FakeRig(num_blocks=num_blocks, bounds=bounds, prefix_caching=prefix_caching)
         self.cancelled: set[RequestId] = set()
         self.count = 0
 
@@ -52,13 +62,23 @@ class EngineMachine(RuleBasedStateMachine):
         work=st.sampled_from(Work),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "", "salt"]),
+        local=st.sampled_from([0, 3, 20]),
     )
     def submit(
-        self, prompt: list[int], sampling: SamplingParams, start: int | None, work: Work, priority: int, salt: str
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        start: int | None,
+        work: Work,
+        priority: int,
+        salt: str,
+        local: int,
     ) -> None:
         self.count += 1
         name = RequestId(f"r{self.count}")
-        request = EngineRequest(name, prompt, sampling, start, work, priority, cache_salt=salt)
+        request = EngineRequest(
+            name, prompt, sampling, start, work, priority, cache_salt=salt, local_prefill_max_tokens=local
+        )
         if -(-request.num_slots // 4) > self.rig.pool.num_usable_blocks:
             self._expect_refusal(request)
         else:
@@ -101,13 +121,27 @@ class EngineMachine(RuleBasedStateMachine):
         self.rig.core.reset_prefix_cache()
         assert self.rig.core.load().kv_blocks_cached == 0
 
+    @rule()
+    def update_weights(self) -> None:
+        """As the engine does: only when no prompt is under way and nothing is computed again."""
+        core = self.rig.core
+        core.close_admission()
+        while core.has_open_prompts() and self.rig.step():
+            pass
+        if not core.has_open_prompts():
+            self.rig.runner.weights += 1
+            core.weight_version = str(self.rig.runner.weights)
+        core.open_admission()
+
     @precondition(lambda self: self.leased())
     @rule(data=st.data())
     def hand_over(self, data: st.DataObject) -> None:
         """Another engine computed a prompt: its KV, rows and first tokens arrive."""
         transcript = data.draw(st.sampled_from(self.leased()))
         request = transcript.request
-        far = FakeRig(bounds=limits(max_num_batched_tokens=data.draw(st.integers(1, 20))))
+        bounds = limits(max_num_batched_tokens=data.draw(st.integers(1, 20)))
+        far = FakeRig(bounds=bounds, weights=self.rig.runner.weights)
+        far.core.weight_version = self.rig.core.weight_version
         there = far.submit(
             EngineRequest(request.request_id, request.prompt, request.sampling, request.routing_start, Work.PREFILL)
         )
@@ -138,7 +172,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.finish_everything()
         for transcript in self.rig.transcripts.values():
-            check_against_solo(transcript, complete=transcript.request.request_id not in self.cancelled)
+            complete = transcript.request.request_id not in self.cancelled
+            check_against_solo(transcript, complete=complete, newest=self.rig.runner.weights)
         self.rig.assert_baseline()
 
     def finish_everything(self) -> None:
@@ -151,36 +186,53 @@ class EngineMachine(RuleBasedStateMachine):
             self.rig.run()
 
 
-def check_against_solo(transcript: Transcript, *, complete: bool) -> None:
+def check_against_solo(transcript: Transcript, *, complete: bool, newest: int) -> None:
     """Everything told is a prefix of the solo runs, and all of it if the request ended by itself."""
     assert transcript.error is None
-    if transcript.request.work is Work.PREFILL:
-        expected = [solo(transcript.request, choice) for choice in range(transcript.request.sampling.n)]
-        if transcript.first_tokens:
-            assert list(transcript.first_tokens) == [e.tokens[0] for e in expected]
-        check_prompt_logprobs(transcript, expected[0])
-        return
-    for choice in transcript.all:
-        check_choice(choice, complete=complete)
+    if transcript.request.work is not Work.PREFILL:
+        for choice in transcript.all:
+            check_choice(choice, complete=complete, newest=newest)
+    elif transcript.first_tokens:
+        versions = [transcript.first_tokens[0].weight_version]
+        expected = [straddling_solo(transcript.request, versions, i) for i in range(transcript.request.sampling.n)]
+        assert list(transcript.first_tokens) == [e.tokens[0] for e in expected]
+        assert are_logprobs_of(transcript, expected[0])
+    else:
+        assert any(are_logprobs_of(transcript, run) for run in runs_of_each(transcript, newest))
 
 
-def check_choice(transcript: Transcript, *, complete: bool) -> None:
-    expected = solo(transcript.request, transcript.choice)
-    assert tuple(transcript.tokens) == expected.tokens[: len(transcript.tokens)]
-    if expected.rows_TLK is not None and transcript.rows_TLK is not None:
-        assert transcript.rows_TLK.tolist() == expected.rows_TLK[: len(transcript.rows_TLK)].tolist()
-    check_prompt_logprobs(transcript, expected)
-    if complete:
-        assert transcript.finish is not None
-        if transcript.finish.reason is not FinishReason.ABORT:
+def check_choice(transcript: Transcript, *, complete: bool, newest: int) -> None:
+    if not transcript.tokens:  # of its prompt at most
+        assert transcript.finish is None or transcript.finish.reason is FinishReason.ABORT
+        runs = runs_of_each(transcript, newest)
+        assert any(are_rows_of(transcript, run) and are_logprobs_of(transcript, run) for run in runs)
+    else:
+        expected = straddling_solo(
+            transcript.request, [token.weight_version for token in transcript.tokens], transcript.choice
+        )
+        assert tuple(transcript.tokens) == expected.tokens[: len(transcript.tokens)]
+        assert are_rows_of(transcript, expected)
+        assert are_logprobs_of(transcript, expected)
+        if transcript.finish is not None and transcript.finish.reason is not FinishReason.ABORT:
             transcript.assert_equals(expected)
+    assert transcript.finish is not None or not complete
 
 
-def check_prompt_logprobs(transcript: Transcript, expected: SoloResult) -> None:
-    told = transcript.prompt_logprobs
-    if told is not None:
-        assert expected.prompt_logprobs is not None
-        assert told.tobytes() == expected.prompt_logprobs[: len(told)].tobytes()
+def runs_of_each(transcript: Transcript, newest: int) -> list[SoloResult]:
+    """What the choice would be under each of the weights that were in use."""
+    return [straddling_solo(transcript.request, [str(w or "")], transcript.choice) for w in range(newest + 1)]
+
+
+def are_rows_of(transcript: Transcript, expected: SoloResult) -> bool:
+    told = transcript.rows_TLK
+    return told is None or (
+        expected.rows_TLK is not None and told.tobytes() == expected.rows_TLK[: len(told)].tobytes()
+    )
+
+
+def are_logprobs_of(transcript: Transcript, expected: SoloResult) -> bool:
+    told, want = transcript.prompt_logprobs, expected.prompt_logprobs
+    return told is None or (want is not None and told.tobytes() == want[: len(told)].tobytes())
 
 
 TestEngineMachine = EngineMachine.TestCase
