@@ -8,16 +8,25 @@ import pytest
 
 from common.engine.grammar import GrammarCompiler
 from common.engine.loop import Engine
-from common.engine.request import BlocksLeased, EngineEvent, EngineRequest, Progress, RequestId
+from common.engine.request import (
+    BlocksLeased,
+    EngineEvent,
+    EngineRequest,
+    PrefillsLocally,
+    Progress,
+    RequestId,
+    Work,
+)
 from common.handoff.leases import LeaseRef
 from common.handoff.messages import Generation, TransferId
 from common.handoff.receiver import HandoffReceiver
 from common.kv.pool import BlockId
 from common.pb import decode_pb2, types_pb2
-from common.sampling import Finish, FinishReason
+from common.sampling import Finish, FinishReason, SampledToken
 from common.worker.bridge import EngineBridge
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
+from common.worker.metrics import WorkerMetrics
 from decode_worker.intake import Intake
 from decode_worker.service import DecodeService
 
@@ -30,10 +39,12 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.commands: list[str] = []
+        self.requests: list[EngineRequest] = []
         self.submitted = asyncio.Event()
 
     def submit(self, request: EngineRequest) -> None:
         self.commands.append("submit")
+        self.requests.append(request)
         self.submitted.set()
 
     def abort(self, request_id: RequestId, choice: int | None = None) -> None:
@@ -82,14 +93,22 @@ class Rig:
             grammars=GrammarCompiler(None, 300, frozenset()),
         )
         intake = Intake(cast(Engine, self.engine))
-        self.service = DecodeService(cast(WorkerCore, core), cast(HandoffReceiver, self.receiver), intake, Lifecycle())
+        self.service = DecodeService(
+            cast(WorkerCore, core),
+            cast(HandoffReceiver, self.receiver),
+            intake,
+            Lifecycle(),
+            local_prefill_max_tokens=7,
+        )
 
-    def call(self, *, n: int = 1) -> asyncio.Task[None]:
+    def call(
+        self, *, n: int = 1, site: decode_pb2.PrefillSite.ValueType = decode_pb2.PREFILL_SITE_REMOTE
+    ) -> asyncio.Task[None]:
         request = decode_pb2.GenerateRequest(
             request_id=ID,
             token_ids=[1],
             sampling=types_pb2.SamplingParams(n=n),
-            prefill_site=decode_pb2.PREFILL_SITE_REMOTE,
+            prefill_site=site,
         )
         return asyncio.create_task(self.service.Generate(request, cast(Any, self)))
 
@@ -100,6 +119,12 @@ class Rig:
         """Delivers events as the engine thread does, and lets the loop dispatch them before anything else runs."""
         self.bridge.deliver(list(events))
         await asyncio.sleep(0)
+
+    def local_prefills(self) -> list[str]:
+        """Samples of the metric, as the worker shows them."""
+        metrics = WorkerMetrics("decode", "d-0")
+        self.service.local_prefills.register(metrics)
+        return [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
 
 
 @pytest.fixture
@@ -181,3 +206,50 @@ async def test_an_abort_of_one_choice_does_not_keep_the_others_from_their_lease(
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+
+
+def counted(short_prompt: int, whole_request: int) -> list[str]:
+    """The metric's samples in Prometheus' text format."""
+    return [
+        f'moerelay_local_prefills_total{{cause="{cause}",role="decode",worker="d-0"}} {number:.1f}'
+        for cause, number in (("short_prompt", short_prompt), ("whole_request", whole_request))
+    ]
+
+
+async def test_a_prompt_that_is_computed_here_gets_no_lease(rig: Rig) -> None:
+    call = rig.call()
+    await rig.engine.submitted.wait()
+    assert rig.local_prefills() == counted(0, 0)
+    await rig.tell(PrefillsLocally(ID, 32))
+    await rig.tell(Progress(ID, (SampledToken(5),), None, Finish(FinishReason.LENGTH), num_cached=32))
+    await call
+    [request] = rig.engine.requests
+    assert (request.work, request.local_prefill_max_tokens) == (Work.DECODE, 7)
+    assert not rig.receiver.granted.is_set()
+    first, last = rig.sent
+    assert first == decode_pb2.GenerateEvent(local_prefill=decode_pb2.LocalPrefill(num_cached_tokens=32))
+    assert (last.chunk.num_cached_tokens, last.chunk.finish_reason) == (32, types_pb2.FINISH_REASON_LENGTH)
+    assert rig.engine.commands == ["submit", "cancel"]
+    assert rig.local_prefills() == counted(1, 0)
+
+
+async def test_nothing_is_said_of_a_local_prefill_that_was_aborted_before(rig: Rig) -> None:
+    call = rig.call()
+    await rig.engine.submitted.wait()
+    rig.bridge.deliver([PrefillsLocally(ID)])
+    assert await rig.service.abort(ID)
+    await rig.tell(Progress(ID, (), None, Finish(FinishReason.ABORT)))
+    await call
+    assert [event.chunk.finish_reason for event in rig.sent] == [types_pb2.FINISH_REASON_ABORT]
+    assert rig.local_prefills() == counted(0, 0)
+
+
+async def test_a_whole_request_is_counted_apart(rig: Rig) -> None:
+    call = rig.call(site=decode_pb2.PREFILL_SITE_LOCAL)
+    await rig.engine.submitted.wait()
+    await rig.tell(Progress(ID, (SampledToken(5),), None, Finish(FinishReason.LENGTH)))
+    await call
+    [request] = rig.engine.requests
+    assert (request.work, request.local_prefill_max_tokens) == (Work.WHOLE, 0)
+    assert [event.chunk.finish_reason for event in rig.sent] == [types_pb2.FINISH_REASON_LENGTH]
+    assert rig.local_prefills() == counted(0, 1)

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from common.engine.request import BlocksLeased, Failed, Progress, RequestId
+from common.engine.request import BlocksLeased, Failed, PrefillsLocally, Progress, RequestId
 from common.errors import InternalError, WorkerLostError
 from common.kv.pool import BlockId
 from common.prompt_logprobs import PromptLogprobs, empty
@@ -52,12 +52,13 @@ async def test_a_failure_voids_what_was_not_read() -> None:
         await outbox.take()
 
 
-async def test_lease() -> None:
+@pytest.mark.parametrize("event", [BlocksLeased(ID, (BlockId(4),)), PrefillsLocally(ID, 32)])
+async def test_admission(event: BlocksLeased | PrefillsLocally) -> None:
     outbox = Outbox()
     waiting = asyncio.create_task(outbox.admitted())
     await asyncio.sleep(0)
-    outbox.put(BlocksLeased(ID, (BlockId(4),)))
-    assert await waiting == BlocksLeased(ID, (BlockId(4),))
+    outbox.put(event)
+    assert await waiting == event
 
 
 async def test_no_lease_for_a_request_that_ended() -> None:
