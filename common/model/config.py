@@ -67,6 +67,8 @@ class LatentAttention:
     bias: bool = False
     #: Factor of the softmax's scale.
     scale_factor: float = 1.0
+    #: The rotated pairs are dimensions (2 i, 2 i + 1), not (i, i + rotary_dim / 2).
+    interleaved: bool = True
 
 
 AttentionConfig = GroupedAttention | LatentAttention

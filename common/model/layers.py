@@ -51,6 +51,17 @@ def batched_product(a_XRI: torch.Tensor, b_XIO: torch.Tensor) -> torch.Tensor:
     return torch.bmm(a_XRI, b_XIO)[..., :num_outputs]
 
 
+def per_head_product(x_TNI: torch.Tensor, weight_NIO: torch.Tensor) -> torch.Tensor:
+    """Each head's rows times its own matrix, [T, N, O]; a row's result does not depend on T."""
+    num_rows, num_heads, num_inputs = x_TNI.shape
+    # Beyond the size up to which other kernels compute, for every number of heads.
+    num_safe = _round_up(max(num_rows, _BF16_SMALL_PRODUCT // weight_NIO[0].numel() + 1))
+    # Always a tensor of its own, because strides too decide which kernel computes.
+    x_NRI = x_TNI.new_zeros(num_heads, num_safe, num_inputs)
+    x_NRI[:, :num_rows] = x_TNI.transpose(0, 1)
+    return batched_product(x_NRI, weight_NIO)[:, :num_rows].transpose(0, 1)
+
+
 def _num_safe_rows(num_rows: int, weight_OI: torch.Tensor) -> int:
     if weight_OI.dtype == torch.float32:
         return _round_up(num_rows)
