@@ -57,8 +57,8 @@ class Experts:
 
     def forward(self, x_RH: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Applies each expert to its `counts` consecutive rows, [R, H]."""
-        gate_up_RF = _grouped_linear(x_RH, self.gate_up, self.gate_up_bias, counts)
-        return _grouped_linear(self.activate(gate_up_RF), self.down, self.down_bias, counts)
+        gate_up_RF = grouped_linear(x_RH, self.gate_up, self.gate_up_bias, counts)
+        return grouped_linear(self.activate(gate_up_RF), self.down, self.down_bias, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     return total_TH
 
 
-def _grouped_linear(
+def grouped_linear(
     x_RI: torch.Tensor, weights_OI: Sequence[torch.Tensor], bias_EO: torch.Tensor | None, counts: list[int]
 ) -> torch.Tensor:
     """Each expert's rows times its weight, transposed, plus its bias; [R, O]. Experts without rows cost nothing."""
