@@ -13,7 +13,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 #: What transformers assumes where config.json says nothing of scaling; published checkpoints say the same.
-_ROPE_SECTION = {
+_ROPE_SECTION: Mapping[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -64,20 +64,18 @@ def _read_windows(reader: ConfigReader) -> list[int | None]:
 
 
 def _synthetic(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    factor = 32
+    length = common["max_position_embeddings"]
+    original_length = length // int(_ROPE_SECTION["factor"])
     return {
         "attention_bias": True,
-        "initial_context_length": common["max_position_embeddings"] // factor,
+        "initial_context_length": original_length,
         # Alternating; left out, so that it goes with any number of layers.
         "layer_types": None,
         "rms_norm_eps": 1e-5,
-        "rope_scaling": {
-            **_ROPE_SECTION,
-            "factor": float(factor),
-            "original_max_position_embeddings": common["max_position_embeddings"] // factor,
-        },
+        "rope_scaling": {**_ROPE_SECTION, "original_max_position_embeddings": original_length},
         "rope_theta": 150_000.0,
-        "sliding_window": 32,
+        # Far below the length of a prompt, as published.
+        "sliding_window": length // 64,
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     }
