@@ -123,7 +123,7 @@ def load_judge(options: VerifyOptions, models: Json, cluster: Json, switches: Sw
     limits = _limits(options, config, served, vocabulary, tuple(matchers), switches)
     solo = SoloOracle.load(path, config, served, limits.max_positions, vocabulary, matchers)
     wants_transformers = options.oracle == "transformers"
-    transformers = TransformersOracle.load(path, sorted(config.moe_layers)) if wants_transformers else None
+    transformers = TransformersOracle.load(path, config) if wants_transformers else None
     return Judge(limits, solo, transformers, vocabulary, routing=switches.routing)
 
 

@@ -1,54 +1,59 @@
-"""transformers' answer to the same tokens: logits, and each router's choice and probabilities.
+"""transformers' answer to the same tokens: logits, and each router's choice.
 
-Shape suffixes: T tokens, V vocabulary, L layers, K experts per token, E experts.
+Shape suffixes: T tokens, V vocabulary, L layers, M MoE layers, K experts per token.
 """
 
-import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
 
-#: A choice that the reference itself made by less than this may fall the other way.
-TIE_GAP = 1e-4
+from common.model.families import parse_config
+from deploy.verify.router_tap import Choices
+from deploy.verify.transformers_oracle import TIE, TransformersOracle
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reference:
+    """What one forward pass over a sequence gave."""
+
     logits_TV: torch.Tensor
-    #: Probabilities of all experts, by MoE layer.
-    scores_TE: dict[int, npt.NDArray[np.float32]]
-    #: The chosen experts, by MoE layer.
-    ids_TK: dict[int, npt.NDArray[np.int64]]
+    choices: Choices
+    moe_layers: list[int]
+
+    @cached_property
+    def ids_TMK(self) -> npt.NDArray[np.int64]:
+        """The chosen experts, in no order."""
+        return self.choices.ids_TMK.numpy()
 
     def gap(self, layer: int, token: int) -> float:
         """By how much the last expert that was chosen beat the first one that was not."""
-        top_k = self.ids_TK[layer].shape[1]
-        scores = np.sort(self.scores_TE[layer][token])[::-1]
-        return float(scores[top_k - 1] - scores[top_k]) if top_k < len(scores) else 1.0
+        return float(self.choices.gaps_TM[token, self.moe_layers.index(layer)])
+
+    def unequal_sets(self, rows_TLK: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+        """[T, M]: where the set of chosen experts is another one."""
+        rows_TMK = np.sort(rows_TLK[:, self.moe_layers].astype(np.int64), axis=2)
+        differs_TM: npt.NDArray[np.bool_] = (rows_TMK != np.sort(self.ids_TMK, axis=2)).any(axis=2)
+        return differs_TM
 
 
-@torch.inference_mode()
-def run_reference(path: Path, tokens: list[int]) -> Reference:
-    """One fp32 forward pass of the checkpoint over all tokens."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    scores: dict[int, npt.NDArray[np.float32]] = {}
-    ids: dict[int, npt.NDArray[np.int64]] = {}
+def run_reference(path: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> Reference:
+    """One forward pass over all tokens, in a model that is known to have loaded every tensor."""
+    config = parse_config(path)
+    logits_TV, choices = TransformersOracle.load(path, config, dtype).forward(tokens)
+    return Reference(logits_TV.float(), choices, sorted(config.moe_layers))
 
-    def tap(layer: int, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        logits, _, chosen = output
-        scores[layer] = torch.softmax(logits.float(), dim=-1).numpy()
-        ids[layer] = chosen.numpy()
 
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("TopKRouter"):
-            layer = int(re.findall(r"layers\.(\d+)\.", name)[0])
-            module.register_forward_hook(lambda _module, _args, output, layer=layer: tap(layer, output))
-    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    return Reference(logits, scores, ids)
+def first_difference(rows_TLK: npt.NDArray[np.generic], reference: Reference) -> tuple[int, int] | None:
+    """(token, layer) of the first choice, in the order of computation, that is not the reference's as a set."""
+    unequal_TM = reference.unequal_sets(rows_TLK)
+    if not unequal_TM.any():
+        return None
+    token, column = (int(index) for index in np.argwhere(unequal_TM)[0])
+    return token, reference.moe_layers[column]
 
 
 def differing_rows(rows_TLK: npt.NDArray[np.generic], reference: Reference) -> list[tuple[int, int]]:
@@ -57,9 +62,7 @@ def differing_rows(rows_TLK: npt.NDArray[np.generic], reference: Reference) -> l
     Choices are compared as sets, in the order in which they are computed. A difference does not count where the
     reference's own choice was a tie; what follows such a point comes from other values, so it is not compared.
     """
-    layers = sorted(reference.ids_TK)
-    for token in range(len(rows_TLK)):
-        for layer in layers:
-            if set(rows_TLK[token, layer].tolist()) != set(reference.ids_TK[layer][token].tolist()):
-                return [] if reference.gap(layer, token) <= TIE_GAP else [(token, layer)]
-    return []
+    found = first_difference(rows_TLK, reference)
+    if found is None or reference.gap(found[1], found[0]) <= TIE:
+        return []
+    return [found]

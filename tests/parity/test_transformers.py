@@ -1,6 +1,5 @@
-"""The same checkpoint in transformers, fp32: logits to 1e-4 and the same experts in every layer and position."""
+"""Settings that a family's own checkpoint leaves out, against transformers in fp32; and the rule of comparison."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parity.reference import TIE_GAP, Reference, differing_rows, run_reference
-from tests.unit.model.harness import Harness, load_decoder, make_checkpoint
-
-_NUM_TOKENS = 520
+from common.model.families import parse_config
+from deploy.verify.router_tap import Choices
+from deploy.verify.transformers_oracle import TIE
+from tests.parity.agreement import Agreement, Answer, random_tokens, run_engine
+from tests.parity.reference import Reference, differing_rows, run_reference
+from tests.unit.model.harness import make_checkpoint
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 _LLAMA3 = {
@@ -23,8 +24,6 @@ _LLAMA3 = {
 }
 
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_moe": ("qwen3_moe", {}),
-    "mixtral": ("mixtral", {}),
     "qwen3_moe-bias": ("qwen3_moe", {"attention_bias": True}),
     "qwen3_moe-dense-list": ("qwen3_moe", {"mlp_only_layers": [0, 2]}),
     "qwen3_moe-dense-step": ("qwen3_moe", {"decoder_sparse_step": 2}),
@@ -43,6 +42,22 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-linear": ("mixtral", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "qwen3_moe-llama3": ("qwen3_moe", {"rope_scaling": _LLAMA3, "rope_theta": 500_000.0}),
     "qwen3_moe-multi-head": ("qwen3_moe", {"num_key_value_heads": 4, "head_dim": 32}),
+    "qwen2_moe-plain": (
+        "qwen2_moe",
+        {"use_sliding_window": False, "qkv_bias": False, "mlp_only_layers": [], "norm_topk_prob": True},
+    ),
+    "qwen2_moe-layer-types": (
+        "qwen2_moe",
+        {"layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "qwen2_moe-window-below": ("qwen2_moe", {"max_window_layers": 1, "sliding_window": 50}),
+    "olmoe-plain": ("olmoe", {"attention_bias": False, "clip_qkv": None, "norm_topk_prob": True}),
+    "olmoe-multi-head": ("olmoe", {"num_key_value_heads": 4}),
+    "glm4_moe-plain": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "norm_topk_prob": False}),
+    "glm4_moe-large-groups": ("glm4_moe", {"n_routed_experts": 24, "n_group": 3, "num_experts_per_tok": 5}),
+    "glm4_moe-one-group": ("glm4_moe", {"n_group": 1, "topk_group": 1}),
+    "glm4_moe-more-shared": ("glm4_moe", {"n_shared_experts": 3, "first_k_dense_replace": 2}),
+    "glm4_moe-rotary-share": ("glm4_moe", {"partial_rotary_factor": 0.25, "rope_scaling": _YARN}),
 }
 
 
@@ -52,35 +67,47 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "m", family, overrides)
 
 
-def test_logits_and_experts_equal_those_of_transformers(checkpoint: Path) -> None:
-    decoder = load_decoder(checkpoint)
-    tokens = [int(t) for t in np.random.default_rng(0).integers(0, decoder.config.vocab_size, _NUM_TOKENS)]
-    reference = run_reference(checkpoint, tokens)
+def test_experts_and_logits_equal_those_of_transformers(checkpoint: Path) -> None:
+    config = parse_config(checkpoint)
+    tokens = random_tokens(config.vocab_size)
+    answer = run_engine(checkpoint, tokens)
+    agreement = Agreement.of(answer, run_reference(checkpoint, tokens))
+    assert agreement.num_differing == 0
+    assert agreement.logit_error < 1e-4
+    assert agreement.num_sets > 400 * len(config.moe_layers)
+    dense = sorted(set(range(config.num_layers)) - config.moe_layers)
+    assert not answer.rows_TLK[:, dense].any()
 
-    harness = Harness(decoder)
-    blocks = harness.blocks_for(_NUM_TOKENS)
-    bounds = [0, 200, 201, 202, 400, _NUM_TOKENS]
-    logits = torch.cat([harness.all_logits(tokens[a:b], a, blocks) for a, b in pairwise(bounds)])
-    rows = harness.rows(blocks, _NUM_TOKENS)
 
-    torch.testing.assert_close(logits, reference.logits_TV, rtol=0, atol=1e-4)
-    assert sorted(reference.ids_TK) == sorted(decoder.config.moe_layers)
-    assert differing_rows(rows, reference) == []
-    dense = sorted(set(range(decoder.config.num_layers)) - decoder.config.moe_layers)
-    assert not rows[:, dense].any()
+# Three positions of a model whose layer 1 is its only MoE layer.
+_REFERENCE = Reference(
+    logits_TV=torch.tensor([[3.0, 4.0], [-3.0, 4.0], [3.0, -4.0]]),
+    choices=Choices(torch.tensor([[[0, 1]], [[0, 1]], [[0, 1]]]), torch.tensor([[0.1], [TIE / 2], [0.1]])),
+    moe_layers=[1],
+)
+
+
+def _rows(*chosen: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    rows_TLK = np.zeros((3, 2, 2), np.uint8)
+    rows_TLK[:, 1] = chosen
+    return rows_TLK
 
 
 def test_the_comparison_sees_a_wrong_expert_and_forgives_a_tie() -> None:
-    scores = np.array([[0.5, 0.3, 0.2], [0.4, 0.30005, 0.3]], np.float32)
-    ids = np.array([[0, 1], [0, 1]])
-    reference = Reference(torch.empty(0), {1: scores}, {1: ids})
-    right = np.zeros((2, 2, 2), np.uint8)
-    right[:, 1] = [1, 0]
-    assert differing_rows(right, reference) == []
+    right, wrong, tied = _rows((1, 0), (0, 1), (1, 0)), _rows((0, 2), (0, 1), (0, 1)), _rows((0, 1), (0, 2), (0, 3))
+    assert differing_rows(right, _REFERENCE) == []
+    assert differing_rows(wrong, _REFERENCE) == [(0, 1)]
+    assert differing_rows(tied, _REFERENCE) == []
 
-    wrong, tied = right.copy(), right.copy()
-    wrong[0, 1] = [0, 2]
-    tied[1, 1] = [0, 2]
-    assert reference.gap(1, 1) < TIE_GAP < reference.gap(1, 0)
-    assert differing_rows(wrong, reference) == [(0, 1)]
-    assert differing_rows(tied, reference) == []
+
+def test_logits_count_relative_to_their_scale_and_only_before_a_tie() -> None:
+    logits_TV = _REFERENCE.logits_TV.clone()
+    logits_TV[0, 1] += 0.5
+    logits_TV[2] = 0.0
+    root_mean_square = 12.5**0.5
+    whole = Agreement.of(Answer(logits_TV, _rows((0, 1), (0, 1), (0, 1))), _REFERENCE)
+    assert (whole.num_sets, whole.tied) == (3, False)
+    assert whole.logit_error == pytest.approx(4 / root_mean_square)
+    tied = Agreement.of(Answer(logits_TV, _rows((0, 1), (0, 2), (0, 1))), _REFERENCE)
+    assert (tied.num_sets, tied.num_differing, tied.tied) == (1, 0, True)
+    assert tied.logit_error == pytest.approx(0.5 / root_mean_square)
