@@ -10,6 +10,7 @@ import torch
 from common.model.config import ExpertsConfig, GroupedAttention, ModelConfig
 from common.model.decoder import Attention, DecoderLayer
 from common.model.grouped_attention import GroupedQueryAttention
+from common.model.latent_loader import load_latent_attention
 from common.model.layers import GatedFeedForward, clamped_swiglu, prepare_weight, silu_gated
 from common.model.moe import Activation, Experts, MoeFeedForward, SharedExpert
 from common.model.router import Router
@@ -39,8 +40,9 @@ def load_layer(source: TensorSource, config: ModelConfig, layer: int) -> Decoder
 
 
 def _attention(source: TensorSource, config: ModelConfig, layer: int) -> Attention:
-    assert isinstance(config.attention, GroupedAttention)
-    return _grouped_attention(source, config, config.attention, layer)
+    if isinstance(config.attention, GroupedAttention):
+        return _grouped_attention(source, config, config.attention, layer)
+    return load_latent_attention(source, config.attention, layer)
 
 
 def _grouped_attention(

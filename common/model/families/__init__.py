@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import CheckpointError
 from common.model.config import ModelConfig, read_json
 from common.model.config_reader import ConfigReader
-from common.model.families import glm4_moe, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
+from common.model.families import deepseek, glm4_moe, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
 from common.model.families.family import Family
 from common.model.families.routing_check import check_routing
 from common.model.quantized.config import read_quantization
@@ -23,6 +23,8 @@ _ALL = (
     olmoe.FAMILY,
     glm4_moe.FAMILY,
     gpt_oss.FAMILY,
+    deepseek.V2,
+    deepseek.V3,
 )
 
 #: Every supported family by its `model_type`.

@@ -22,4 +22,4 @@ def _method(router: RouterConfig) -> str:
     """DeepSeek's name for how experts are chosen."""
     if router.correction_bias:
         return "noaux_tc"
-    return "greedy" if router.num_groups_kept == router.num_groups else "group_limited_greedy"
+    return "greedy" if router.num_groups == 1 else "group_limited_greedy"
