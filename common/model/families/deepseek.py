@@ -42,10 +42,20 @@ def _read_v3(reader: ConfigReader) -> ModelConfig:
         num_groups_kept=reader.count("topk_group"),
         num_group_scores=2,
     )
-    return _read(reader, "deepseek_v3", router, interleaved=reader.flag("rope_interleave", default=True), num_dense=3)
+    interleaved = reader.flag("rope_interleave", default=True)
+    return _read(reader, "deepseek_v3", router, interleaved=interleaved, num_dense=3, num_extra_layers=1)
 
 
-def _read(reader: ConfigReader, family: str, router: RouterConfig, *, interleaved: bool, num_dense: int) -> ModelConfig:
+def _read(
+    reader: ConfigReader,
+    family: str,
+    router: RouterConfig,
+    *,
+    interleaved: bool,
+    num_dense: int,
+    num_extra_layers: int = 0,
+) -> ModelConfig:
+    """`num_dense` and `num_extra_layers` are what the family has where no key says so."""
     if reader.raw("moe_layer_freq") not in (None, 1):
         wanted = "1; implementations differ in which layers are MoE layers otherwise"
         reader.fail("moe_layer_freq", reader.raw("moe_layer_freq"), wanted)
@@ -61,7 +71,7 @@ def _read(reader: ConfigReader, family: str, router: RouterConfig, *, interleave
         dense_size=reader.count("intermediate_size"),
         rope_theta=10_000.0,
         rms_norm_eps=1e-6,
-        num_extra_layers=reader.whole("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        num_extra_layers=reader.whole("num_nextn_predict_layers", "num_mtp_layers", default=num_extra_layers),
     )
 
 
@@ -120,6 +130,7 @@ def _synthetic_v3(common: Mapping[str, Any]) -> Mapping[str, Any]:
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 0,
         "q_lora_rank": 3 * common["hidden_size"] // 4,
+        "rope_interleave": True,
         "rope_scaling": {
             "beta_fast": 32,
             "beta_slow": 1,
