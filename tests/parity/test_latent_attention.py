@@ -17,7 +17,7 @@ _YARN_V2 = _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
 _YARN_V3 = _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 _ODD_SIZES = {
-    "hidden_size": 75,
+    "hidden_size": 84,
     "kv_lora_rank": 37,
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
@@ -32,7 +32,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2-yarn": ("deepseek_v2", {"rope_scaling": _YARN_V2}),
     "v2-biases": ("deepseek_v2", {"attention_bias": True}),
     "v2-biases-compressed-queries": ("deepseek_v2", {"attention_bias": True, "q_lora_rank": 24}),
-    "v2-odd-sizes": ("deepseek_v2", _ODD_SIZES),
+    "v2-odd-sizes": ("deepseek_v2", {**_ODD_SIZES, "kv_lora_rank": 38, "qk_nope_head_dim": 10}),
     "v3-yarn": ("deepseek_v3", {"rope_scaling": _YARN_V3}),
     "v3-no-scaling": ("deepseek_v3", {"rope_scaling": None, "rope_theta": 50_000.0}),
     "v3-plain-queries": ("deepseek_v3", {"q_lora_rank": None}),
