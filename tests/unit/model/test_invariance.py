@@ -9,6 +9,7 @@ import torch
 
 from common.model.batch import Chunk
 from common.model.decoder import MoeDecoder
+from common.model.families import FAMILIES
 from tests.unit.model.harness import Harness, SoloRun, chunk, load_decoder, make_checkpoint, solo_run
 
 #: Widths that are no multiple of a vector register, so that every elementwise kernel has a scalar tail.
@@ -16,11 +17,17 @@ _ODD = {"hidden_size": 76, "head_dim": 18, "moe_intermediate_size": 37, "interme
 _ODD_FUSED = {"hidden_size": 76, "head_dim": 18, "intermediate_size": 37, "vocab_size": 299, "num_key_value_heads": 1}
 
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
+    **{family: (family, {}) for family in FAMILIES},
+    "qwen3_moe-mixed": ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
     "mixtral-windowed": ("mixtral", {"sliding_window": 40}),
-    "gpt_oss": ("gpt_oss", {}),
     "odd-sizes": ("qwen3_moe", {**_ODD, "num_experts": 7, "num_experts_per_tok": 3, "mlp_only_layers": [2]}),
     "odd-sizes-fused": ("gpt_oss", {**_ODD_FUSED, "num_local_experts": 7, "num_experts_per_tok": 3}),
+    "odd-sizes-shared": (
+        "qwen2_moe",
+        {**_ODD, "num_experts": 7, "shared_expert_intermediate_size": 29, "sliding_window": 77},
+    ),
+    "odd-sizes-all-heads": ("olmoe", {"hidden_size": 72, "intermediate_size": 37, "vocab_size": 299, "num_experts": 7}),
+    "odd-sizes-groups": ("glm4_moe", {**_ODD, "head_dim": 20, "n_routed_experts": 9, "n_group": 3}),
 }
 
 
@@ -97,6 +104,8 @@ def test_a_random_schedule_of_many_sequences_equals_their_solo_runs(decoder: Moe
         sequence.assert_stored(solo)
 
 
+# The odd sizes are those that threads split unevenly; there is one for each kind of block.
+@pytest.mark.parametrize("checkpoint", [name for name in _MODELS if name.startswith("odd-sizes")], indirect=True)
 @pytest.mark.parametrize("threads", [2, 3])
 def test_the_number_of_threads_does_not_matter(decoder: MoeDecoder, threads: int) -> None:
     tokens = _random_tokens(decoder, 270, seed=threads)
