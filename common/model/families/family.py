@@ -103,11 +103,17 @@ def read_model(
 
 def _check_layer_types(reader: ConfigReader, windows: Sequence[int | None]) -> None:
     """Families that do not read `layer_types` may say it nevertheless, but not something else than is computed."""
-    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    if reader.raw("layer_types") not in (None, kinds):
+    kinds = reader.raw("layer_types")
+    if kinds is None:
+        return
+    is_list = isinstance(kinds, list) and len(kinds) == len(windows)
+    if not is_list or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        wanted = f"'full_attention' or 'sliding_attention' for each of the {len(windows)} layers"
+        reader.fail("layer_types", kinds, wanted)
+    if [kind == "sliding_attention" for kind in kinds] != [window is not None for window in windows]:
         windowed = [layer for layer, window in enumerate(windows) if window is not None]
-        wanted = f"full_attention or sliding_attention for each of {len(windows)} layers, with the latter in {windowed}"
-        reader.fail("layer_types", reader.raw("layer_types"), wanted)
+        wanted = f"'sliding_attention' in layers {windowed} only, where the other settings put a window"
+        reader.fail("layer_types", kinds, wanted)
 
 
 def read_windows(reader: ConfigReader, window: int | None, windowed: Collection[int]) -> tuple[int | None, ...]:

@@ -3,14 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from common.errors import CheckpointError
 from common.model.config import ExpertsConfig, ModelConfig, RouterConfig
 from common.model.config_reader import ConfigReader
-from common.model.families.family import Family, TensorNames, read_grouped_attention, read_model
+from common.model.families.family import Family, TensorNames, read_grouped_attention, read_model, read_windows
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts")
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 #: What transformers assumes where config.json says nothing of scaling; published checkpoints say the same.
 _ROPE_SECTION: Mapping[str, Any] = {
@@ -24,7 +21,7 @@ _ROPE_SECTION: Mapping[str, Any] = {
 
 
 def _read(reader: ConfigReader) -> ModelConfig:
-    bias = reader.flag("attention_bias", default=True)
+    num_layers, bias = reader.count("num_hidden_layers"), reader.flag("attention_bias", default=True)
     experts = ExpertsConfig(
         num_experts=reader.count(*_NUM_EXPERTS),
         size=reader.count("intermediate_size"),
@@ -39,28 +36,16 @@ def _read(reader: ConfigReader) -> ModelConfig:
         attention=read_grouped_attention(reader, qkv_bias=bias, out_bias=bias, sinks=True, default_head_dim=64),
         experts=experts,
         router=RouterConfig(scoring="chosen_softmax", bias=True),
-        moe_layers=frozenset(range(reader.count("num_hidden_layers"))),
+        moe_layers=frozenset(range(num_layers)),
         dense_size=experts.size,
         rope_theta=150_000.0,
         rope_section=_ROPE_SECTION,
         rms_norm_eps=1e-5,
-        sliding_windows=_read_windows(reader),
+        # Every other layer attends to a window, from the first on, unless `layer_types` says which.
+        sliding_windows=read_windows(reader, reader.count("sliding_window", default=128), range(0, num_layers, 2)),
         # Published checkpoints leave it out, and hold bfloat16 beside the quantised experts.
         dtype="bfloat16",
     )
-
-
-def _read_windows(reader: ConfigReader) -> list[int | None]:
-    """Every other layer attends to a window, from the first on, unless `layer_types` says which."""
-    num_layers, window = reader.count("num_hidden_layers"), reader.count("sliding_window", default=128)
-    kinds = reader.raw("layer_types")
-    if kinds is None:
-        return [None if index % 2 else window for index in range(num_layers)]
-    if not isinstance(kinds, list) or any(kind not in (_SLIDING, _FULL) for kind in kinds):
-        reader.fail("layer_types", kinds, f"a list of {_SLIDING!r} and {_FULL!r}")
-    if len(kinds) != num_layers:
-        raise CheckpointError(f"{reader.source}: layer_types names {len(kinds)} layers, num_hidden_layers {num_layers}")
-    return [window if kind == _SLIDING else None for kind in kinds]
 
 
 def _synthetic(common: Mapping[str, Any]) -> Mapping[str, Any]:

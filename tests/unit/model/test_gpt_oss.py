@@ -129,8 +129,8 @@ def test_settings_reach_the_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"layer_types": ["sliding_attention"] * 23}, "layer_types names 23 layers, num_hidden_layers 24"),
-        ({"layer_types": ["chunked_attention"] * 24}, "layer_types is .*'sliding_attention' and 'full_attention'"),
+        ({"layer_types": ["sliding_attention"] * 23}, "layer_types is .*for each of the 24 layers"),
+        ({"layer_types": ["chunked_attention"] * 24}, "layer_types is .*'full_attention' or 'sliding_attention'"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
         ({"layer_types": [["full_attention"]] * 24}, "layer_types is "),
         ({"sliding_window": 0}, "sliding_window is 0"),
