@@ -3,7 +3,6 @@
 Shape suffixes: T tokens, N heads, P dimensions of a head that do not rotate, R rotated ones, C compressed dimensions.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -144,34 +143,33 @@ def test_only_one_vector_per_token_and_layer_is_cached(tmp_path: Path) -> None:
     assert harness.store.kv_LCSGD.shape[1::2] == (1, 1)
 
 
-#: Heads, inputs, outputs: where kernels change (16³ multiplications), off any multiple, and of real proportions.
-_SHAPES = [
-    (1, 1, 1),
-    (1, 120, 2),
-    (1, 8, 16),
-    (2, 7, 5),
-    (1, 16, 16),
-    (5, 33, 47),
-    (4, 16, 64),
-    (4, 64, 16),
-    (3, 128, 512),
-]
+def _drawn(num_rows: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    random = np.random.default_rng(0)
+    weight_NIO = torch.from_numpy(random.standard_normal(shape, np.float32)).to(dtype)
+    return torch.from_numpy(random.standard_normal((num_rows, *shape[:2]), np.float32)).to(dtype), weight_NIO
+
+
+#: Heads, inputs, outputs: tiny, off any multiple, and of real proportions.
+_SHAPES = [(1, 1, 1), (1, 8, 16), (2, 7, 5), (1, 16, 16), (5, 33, 47), (4, 16, 64), (4, 64, 16), (3, 128, 512)]
 
 
 @pytest.mark.parametrize("shape", _SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_heads_row_is_the_same_among_any_number_of_rows(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    random = np.random.default_rng(0)
-    # Where small products take another kernel, it shows in one row of a thousand.
-    num_rows = 6000 if math.prod(shape) < 1000 else 1000
-    x_TNI = torch.from_numpy(random.standard_normal((num_rows, *shape[:2]), np.float32)).to(dtype)
-    weight_NIO = torch.from_numpy(random.standard_normal(shape, np.float32)).to(dtype)
+    x_TNI, weight_NIO = _drawn(1000, shape, dtype)
     whole = per_head_product(x_TNI, weight_NIO)
     expected = torch.einsum("tni,nio->tno", x_TNI.double(), weight_NIO.double())
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=5e-4 if dtype == torch.float32 else 0.5)
     for size in (1, 2, 15, 16, 17, 100, 257, 700):
         parts = torch.cat([per_head_product(part, weight_NIO) for part in torch.split(x_TNI, size)])
         assert torch.equal(parts, whole), f"{size} rows at a time"
+
+
+def test_small_products_take_the_kernel_of_large_ones() -> None:
+    """16 rows are 3840 multiplications, 32 are more than 16³: it shows in one row of some thousands."""
+    x_TNI, weight_NIO = _drawn(40_000, (1, 120, 2), torch.bfloat16)
+    parts = torch.cat([per_head_product(part, weight_NIO) for part in torch.split(x_TNI, 16)])
+    assert torch.equal(parts, per_head_product(x_TNI, weight_NIO))
 
 
 def test_blockwise_fp8_weights_compute_like_their_dequantised_copy(tmp_path: Path) -> None:
