@@ -175,6 +175,7 @@ class EngineCore:
         if batch is None:
             return False
         try:
+            self._runner.prepare(self._scheduler.forecast(batch))
             computed = compute(self._runner, batch, self._eos_token_ids, self.weight_version)
             self.stats.count(batch)
             self._advance(computed)

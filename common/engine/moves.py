@@ -9,7 +9,7 @@ from common.engine.saved import SavedRange
 from common.engine.sequence import SequenceState
 from common.engine.stats import EngineStats
 from common.errors import InternalError, MoerelayError
-from common.kv.pool import BlockPool
+from common.kv.pool import BlockId, BlockPool
 from common.kv.store import KVStore
 
 _log = structlog.get_logger(__name__)
@@ -32,7 +32,7 @@ class BlockMover:
         """
         failures = [f for p in changes.preempted if (f := self._save(p)) is not None]
         self._store.free_blocks([*changes.freed, *self._pool.take_evicted()])
-        failures += self._blank_last(changes.grown)
+        failures += self._blank(changes.grown)
         return failures + [f for s in admitted if (f := self._fill(s)) is not None]
 
     def _save(self, preemption: Preemption) -> Failure | None:
@@ -60,14 +60,14 @@ class BlockMover:
         sequence.saved = (saved, *sequence.saved)
         return None
 
-    def _blank_last(self, grown: list[SequenceState]) -> list[Failure]:
+    def _blank(self, grown: list[tuple[SequenceState, BlockId]]) -> list[Failure]:
         """Makes the blocks blank into which sequences grow."""
         if not grown:
             return []
         try:
-            self._store.clear_blocks([s.blocks[-1] for s in grown])
+            self._store.clear_blocks([block for _, block in grown])
         except RuntimeError as error:
-            return [_failure(s, "preparing blocks failed", error) for s in grown]
+            return [_failure(s, "preparing blocks failed", error) for s, _ in grown]
         return []
 
     def _fill(self, sequence: SequenceState) -> Failure | None:

@@ -31,8 +31,8 @@ class BlockChanges:
     preempted: list[Preemption] = field(default_factory=list)
     #: Held by nobody for a moment at least: to be forgotten.
     freed: list[BlockId] = field(default_factory=list)
-    #: Their last block is new: to be made blank.
-    grown: list[SequenceState] = field(default_factory=list)
+    #: Each with a block that is new: to be made blank.
+    grown: list[tuple[SequenceState, BlockId]] = field(default_factory=list)
 
 
 class Preemptor:
@@ -75,6 +75,19 @@ class Preemptor:
         for sequence in lacking:
             if sequence.phase is Phase.DECODING:  # or a more urgent one has just taken its blocks
                 self._grow(sequence)
+        self._grow_ahead()
+
+    def _grow_ahead(self) -> None:
+        """Whose blocks are full with the token that is forwarded next gets one more, so that the step after the next
+        one can be prepared; as long as more are left than the seated sequences will soon need.
+        """
+        size = self._cache.block_size
+        for sequence in self._seated:
+            if self._pool.num_available <= len(self._seated):
+                return
+            is_full = len(sequence.token_ids) == len(sequence.blocks) * size
+            if is_full and sequence.phase is Phase.DECODING and len(sequence.blocks) < sequence.max_blocks(size):
+                self._add(sequence, self._pool.try_allocate(1) or [])
 
     def _grow(self, sequence: SequenceState) -> None:
         while (block := self._pool.try_allocate(1)) is None:
@@ -82,8 +95,11 @@ class Preemptor:
             self._preempt(victim)
             if victim is sequence:
                 return
-        sequence.blocks += tuple(block)
-        self._changes.grown.append(sequence)
+        self._add(sequence, block)
+
+    def _add(self, sequence: SequenceState, blocks: list[BlockId]) -> None:
+        sequence.blocks += tuple(blocks)
+        self._changes.grown += [(sequence, block) for block in blocks]
 
     def _least_urgent(self) -> SequenceState:
         """Whoever asks is one of them."""

@@ -4,6 +4,7 @@ Continuous batching with chunked prefill (Orca, OSDI 2022; Sarathi-Serve, OSDI 2
 """
 
 from common.engine.batch import Round, ScheduledBatch
+from common.engine.forecast import forecast
 from common.engine.group import ChoiceGroup
 from common.engine.limits import EngineLimits
 from common.engine.line import WaitingLine, urgency_of
@@ -15,6 +16,7 @@ from common.engine.swap import SwapSpace
 from common.kv.cache import PrefixCache
 from common.kv.chain import TokenChain
 from common.kv.pool import BlockId, BlockPool
+from common.model.batch import Chunk
 
 
 class Scheduler:
@@ -179,6 +181,10 @@ class Scheduler:
         this_round.add(decoding)
         this_round.add(computing)
         return this_round.batch()
+
+    def forecast(self, batch: ScheduledBatch) -> list[Chunk]:
+        """What the step after this one will probably compute."""
+        return forecast(batch, self._seated, self._limits.max_num_batched_tokens, self._block_size)
 
     def advance(self, sequence: SequenceState, end: int) -> None:
         """A step has computed the positions up to `end`."""

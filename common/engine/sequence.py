@@ -175,7 +175,8 @@ class SequenceState:
             case Phase.FORKED:
                 return self.num_prompt // block_size, self.num_prompt // block_size
             case Phase.DECODING:
-                return -(-self.num_computed // block_size), self.num_blocks(block_size)
+                ahead = min(len(self.token_ids) // block_size + 1, self.max_blocks(block_size))
+                return -(-self.num_computed // block_size), ahead
             case _:
                 return self.num_blocks(block_size), self.num_blocks(block_size)
 

@@ -46,6 +46,12 @@ class StepOutput:
 
 
 class Runner(Protocol):
-    """Computes one batch; writes KV and routing rows of every position into the store."""
+    """Computes one batch after the other; writes KV and routing rows of every position into the store."""
+
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        """Tells, before a batch is executed, which one will probably follow it, with any ids; none if nobody knows.
+
+        Whatever does not depend on ids may be worked out meanwhile. What really follows may be something else.
+        """
 
     def execute(self, chunks: Sequence[Chunk]) -> StepOutput: ...

@@ -4,7 +4,7 @@ Shape suffixes: T tokens of the batch, N logits wanted.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +31,13 @@ class ForwardPlan:
     #: Rows of the batch, and their slots, whose routing is to be stored.
     routed_tokens: SlotArray
     routed_slots: SlotArray
+    #: Which chunk, as they were given, comes first, second, … in the batch.
+    order: Sequence[int]
+
+    def with_ids(self, chunks: Sequence[Chunk]) -> "ForwardPlan":
+        """The same plan for chunks that differ in nothing but their ids."""
+        ids_T = _joined_ids([chunks[i] for i in self.order])
+        return replace(self, token_ids_T=_tensor(ids_T, self.token_ids_T.device))
 
 
 def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore) -> ForwardPlan:
@@ -45,7 +52,7 @@ def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore) -
     end_row = {original: int(end) for original, end in zip(order, ends, strict=True)}
     device = store.kv_LCSGD.device
     return ForwardPlan(
-        token_ids_T=_tensor(np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in ordered]), device),
+        token_ids_T=_tensor(_joined_ids(ordered), device),
         positions_T=_tensor(np.concatenate([np.arange(chunk.start, chunk.end) for chunk in ordered]), device),
         slots_T=_tensor(np.concatenate(slots), device),
         groups={
@@ -56,7 +63,12 @@ def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore) -
         first_rows=[end_row[i] - len(c.token_ids) for i, c in enumerate(chunks)],
         routed_tokens=_joined([tokens_of[i] for i in routed]),
         routed_slots=_joined([slots[i] for i in routed]),
+        order=order,
     )
+
+
+def _joined_ids(chunks: Sequence[Chunk]) -> SlotArray:
+    return np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in chunks])
 
 
 def _joined(parts: list[SlotArray]) -> SlotArray:

@@ -1,6 +1,7 @@
 """Runs the decoder on the engine's batches: plan, forward, store routing rows, return logits and scores."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from common.model.batch import Chunk, StepOutput
 from common.model.config import ModelConfig
 from common.model.decoder import MoeDecoder
 from common.model.plan import ForwardPlan, plan_forward
+from common.model.plan_ahead import PlanAhead
 from common.model.scores import score
 from common.prompt_logprobs import PromptLogprobs
 from common.routing.capture import RoutingCapture
@@ -30,6 +32,7 @@ class ModelRunner:
         assert store.layout.dtype == decoder.dtype, "the store and the decoder differ in dtype"
         self._resident: MoeDecoder | None = decoder
         self._store = store
+        self._plans = PlanAhead(partial(plan_forward, config=decoder.config, store=store))
 
     def use(self, decoder: MoeDecoder | None) -> None:
         """Computes with other weights of the same shape from the next step on. None: holds none, and runs no step."""
@@ -41,12 +44,21 @@ class ModelRunner:
         assert self._resident is not None, "a step without weights"
         return self._resident
 
+    @property
+    def plans(self) -> PlanAhead:
+        """Counts the plans that were ready in time."""
+        return self._plans
+
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        """See `Runner`."""
+        self._plans.prepare(chunks)
+
     @torch.inference_mode()
     def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
         """See `Runner`. Nothing is captured when no chunk wants rows. An empty batch is legal."""
         if not chunks:
             return StepOutput(torch.empty(0, self.decoder.config.vocab_size, device=self.decoder.device))
-        plan = plan_forward(chunks, self.decoder.config, self._store)
+        plan = self._plans.take(chunks)
         capture = self._new_capture(plan)
         x_TH = self.decoder.forward(plan, self._store.kv_LCSGD, capture)
         if capture is not None:

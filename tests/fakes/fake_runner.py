@@ -32,6 +32,7 @@ class FakeRunner:
 
     Attributes:
         batches: every batch that was executed.
+        forecasts: what was told, before each of them, about the next one.
         fails_on: a step with such a batch raises.
         lost_rows: positions whose rows are not written.
         nan_after: positions after which the logits are NaN.
@@ -43,12 +44,16 @@ class FakeRunner:
         self._store = store
         self.weights = weights
         self.batches: list[tuple[Chunk, ...]] = []
+        self.forecasts: list[tuple[Chunk, ...]] = []
         self.fails_on: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
         self.lost_rows: Callable[[Chunk, int], bool] = lambda chunk, position: False
         self.nan_after: Callable[[Chunk], bool] = lambda chunk: False
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
+
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        self.forecasts.append(tuple(chunks))
 
     def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
         self.batches.append(tuple(chunks))

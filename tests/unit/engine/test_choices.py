@@ -49,11 +49,9 @@ def test_choices_share_the_full_blocks_of_the_prompt() -> None:
     rig.submit(make_request("a", PROMPT, sampled(3, 6)))
     rig.step()
     rig.step()
-    # Eight slots are two blocks of four; the first one is full of prompt and held once.
-    assert rig.core.load().kv_blocks_used == 1 + 3 * 1
-    assert rig.core.load().running == 3
-    rig.step()
+    # Eight tokens are two blocks of four, and one is given ahead; the first one is full of prompt and held once.
     assert rig.core.load().kv_blocks_used == 1 + 3 * 2
+    assert rig.core.load().running == 3
     rig.run()
     rig.assert_baseline()
 
