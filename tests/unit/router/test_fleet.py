@@ -30,7 +30,7 @@ UNEQUAL: dict[str, Any] = {
     "vocab_size": 301,
     "max_model_len": 64,
     "block_size": 32,
-    "num_kv_planes": 2,
+    "num_kv_planes": 1,
     "num_kv_heads": 4,
     "head_dim": 16,
     "routing_dtype": "uint16",
