@@ -15,6 +15,18 @@ from tests.unit.model.harness import Harness, SoloRun, chunk, load_decoder, make
 #: Widths that are no multiple of a vector register, so that every elementwise kernel has a scalar tail.
 _ODD = {"hidden_size": 76, "head_dim": 18, "moe_intermediate_size": 37, "intermediate_size": 51, "vocab_size": 299}
 _ODD_FUSED = {"hidden_size": 76, "head_dim": 18, "intermediate_size": 37, "vocab_size": 299, "num_key_value_heads": 1}
+#: The smallest products per head are within the size up to which other kernels compute.
+_ODD_LATENT = {
+    "hidden_size": 75,
+    "kv_lora_rank": 37,
+    "moe_intermediate_size": 37,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 5,
+    "vocab_size": 299,
+}
 
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
@@ -28,6 +40,8 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "odd-sizes-all-heads": ("olmoe", {"hidden_size": 72, "intermediate_size": 37, "vocab_size": 299, "num_experts": 7}),
     "odd-sizes-groups": ("glm4_moe", {**_ODD, "head_dim": 20, "n_routed_experts": 9, "n_group": 3}),
+    "odd-sizes-latent": ("deepseek_v3", {**_ODD_LATENT, "q_lora_rank": 29, "n_routed_experts": 9, "n_group": 3}),
+    "one-latent-head": ("deepseek_v2", {**_ODD_LATENT, "num_attention_heads": 1, "num_key_value_heads": 1}),
 }
 
 
