@@ -120,3 +120,25 @@ def test_handoffs_equal_solo_runs(model: Model) -> None:
     assert pair.decode.core.stats.prompt_tokens_computed == 0
     pair.prefill.assert_baseline()
     pair.decode.assert_baseline()
+
+
+@pytest.mark.parametrize("swap_space_bytes", [0, 2**30])
+def test_preempted_sequences_equal_solo_runs(model: Model, swap_space_bytes: int) -> None:
+    """8 blocks for sequences of up to 6: copied to host memory and back, or computed again in other chunks."""
+    rig, oracle = model.rig(num_blocks=9, chunk=16, swap_space_bytes=swap_space_bytes), model.solo()
+    transcripts = [rig.submit(request) for request in model.requests(20)]
+    long = [
+        EngineRequest(RequestId(f"long{i}"), [3 + i, 4, 5], SamplingParams(60, seed=i, n=2, ignore_eos=True), 0)
+        for i in range(2)
+    ]
+    transcripts += [rig.submit(request) for request in long]
+    rig.run()
+    stats = rig.core.stats
+    assert (stats.step_failures, stats.preemptions > 0) == (0, True)
+    assert (stats.preemptions_swapped > 0, stats.preemptions_recomputed > 0) == (
+        swap_space_bytes > 0,
+        swap_space_bytes == 0,
+    )
+    for got in transcripts:
+        check_all_choices(got, oracle)
+    rig.assert_baseline()

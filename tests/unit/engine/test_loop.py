@@ -4,6 +4,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -32,13 +33,13 @@ TIMEOUT_S = 30.0
 class Consumer:
     """An engine with its runner, and the far end of its event queue."""
 
-    def __init__(self, *, max_waiting: int = 100, num_blocks: int = 64) -> None:
+    def __init__(self, *, max_waiting: int = 100, num_blocks: int = 64, swap_space_bytes: int = 2**20) -> None:
         self.store = fake_store(num_blocks + 1)
         self.runner = FakeRunner(self.store)
         self.batches: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
         #: Is told of every batch, on the engine thread.
         self.on_batch: Callable[[list[EngineEvent]], object] = lambda events: None
-        bounds = limits(max_waiting=max_waiting, max_num_batched_tokens=4)
+        bounds = limits(max_waiting=max_waiting, max_num_batched_tokens=4, swap_space_bytes=swap_space_bytes)
         self.engine = Engine(self.runner, self.store, BlockPool(num_blocks + 1), bounds, EOS, self._put)
         self.transcripts: dict[RequestId, Transcript] = {}
 
@@ -309,6 +310,33 @@ def test_frozen_sequences_go_on_with_the_kv_they_have(consumer: Consumer) -> Non
     consumer.receive_until_ended(*consumer.transcripts.values())
     for each in consumer.transcripts.values():
         each.assert_equals(solo(each.request))
+    consumer.assert_baseline()
+
+
+def test_a_freeze_waits_until_nothing_has_to_be_computed_again() -> None:
+    """Two requests of 5 blocks in a pool of 7, and no memory for what is preempted."""
+    consumer = Consumer(num_blocks=7, swap_space_bytes=0)
+    engine = consumer.engine
+    freezes: list[Future[None]] = []
+    when_frozen: list[int] = []
+
+    def freeze_at_the_first_preemption(_: list[EngineEvent]) -> None:
+        if engine.stats.preemptions and not freezes:
+            freezes.append(engine.freeze())
+            freezes[0].add_done_callback(lambda _: when_frozen.append(engine.stats.recomputed_tokens))
+
+    consumer.on_batch = freeze_at_the_first_preemption
+    first = consumer.submit(make_request("a", PROMPT, greedy(16)))
+    second = consumer.submit(make_request("b", PROMPT[::-1], greedy(16)))
+    engine.start()
+    consumer.receive_until_ended(first)
+    freezes[0].result(TIMEOUT_S)
+    assert engine.stats.preemptions_recomputed == 1
+    assert when_frozen[0] > 0
+    engine.thaw().result(TIMEOUT_S)
+    consumer.receive_until_ended(second)
+    for transcript in (first, second):
+        transcript.assert_equals(solo(transcript.request))
     consumer.assert_baseline()
 
 

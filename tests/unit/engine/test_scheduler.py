@@ -18,11 +18,11 @@ from tests.unit.engine.rig import greedy, limits, make_request
 class Bench:
     """A scheduler with a pool of `num_blocks` usable blocks of four tokens, and steps that compute nothing."""
 
-    def __init__(self, *, num_blocks: int = 32, budget: int = 8, seats: int = 8) -> None:
+    def __init__(self, *, num_blocks: int = 32, budget: int = 8, seats: int = 8, swap_space_bytes: int = 2**20) -> None:
         self.pool = BlockPool(num_blocks + 1)
         bounds = limits(max_num_batched_tokens=budget, max_num_seqs=seats)
         cache = PrefixCache(self.pool, 4, lambda block: False, enabled=False)
-        self.scheduler = Scheduler(self.pool, bounds, cache, SwapSpace(bounds.swap_space_bytes, 8, 4))
+        self.scheduler = Scheduler(self.pool, bounds, cache, SwapSpace(swap_space_bytes, 8, 4))
 
     def add(
         self, name: str, num_prompt: int, max_tokens: int = 4, work: Work = Work.WHOLE, *, priority: int = 0
@@ -185,6 +185,75 @@ def test_removing_returns_the_blocks_that_became_free() -> None:
     assert sorted(bench.scheduler.remove_group(a)) == sorted(blocks)
     assert bench.scheduler.live == []
     assert bench.pool.num_used == 0
+
+
+def test_whoever_comes_in_leaves_a_block_for_each_that_grows() -> None:
+    bench = Bench(num_blocks=6, budget=32)
+    bench.add("a", 8, max_tokens=9)
+    bench.add("b", 4, max_tokens=2)
+    bench.add("c", 4, max_tokens=2)
+    bench.add("d", 4, max_tokens=1)
+    # "a" takes 2 of 6 blocks, "b" 1 and leaves one for each of both; "c" would leave 2 for three.
+    assert bench.admit() == ["a", "b"]
+    bench.scheduler.remove_group(bench.group("c"))
+    # "d" never grows: it may leave just two.
+    assert bench.admit() == ["d"]
+
+
+@pytest.mark.parametrize(("num_blocks", "held"), [(8, [2, 3, 3, 3, 3, 4, 4, 4, 0]), (4, [2, 3, 3, 3, 3, 3, 4, 4, 0])])
+def test_a_sequence_grows_when_its_blocks_are_full(num_blocks: int, held: list[int]) -> None:
+    """A step ahead, as long as there are plenty. 15 positions: the last token is forwarded nowhere."""
+    bench = Bench(num_blocks=num_blocks, budget=32)
+    bench.add("a", 7, max_tokens=9)
+    got = []
+    for _ in held:
+        bench.plan()
+        got.append(bench.pool.num_used)
+    assert got == held
+
+
+def test_the_least_urgent_is_put_back_and_returns_to_its_place() -> None:
+    bench = Bench(num_blocks=5, budget=32)
+    bench.add("a", 4, max_tokens=13)
+    bench.add("b", 4, max_tokens=13)
+    rounds = [[name for name, _, _ in bench.plan()] for _ in range(12)]
+    # Both have two blocks for 8 tokens; "a" gets the fifth for its ninth, and "b" finds none.
+    assert rounds == [["a", "b"]] * 5 + [["a"]] * 7
+    assert bench.sequence("b").phase is Phase.PREEMPTED
+    assert (bench.sequence("b").blocks, bench.sequence("b").num_computed) == ((), 8)
+    bench.add("late", 4, max_tokens=1)
+    assert bench.plan() == [("a", 15, 16)]
+    assert bench.plan() == [("b", 8, 9), ("late", 0, 4)]
+
+
+def test_a_sequence_without_a_copy_is_computed_again_behind_the_decodes() -> None:
+    bench = Bench(num_blocks=5, budget=4, swap_space_bytes=0)
+    bench.add("a", 4, max_tokens=13)
+    bench.add("b", 4, max_tokens=13)
+    while bench.scheduler.find(RequestId("a")):
+        bench.plan()
+    assert (bench.sequence("b").phase, bench.sequence("b").num_computed) == (Phase.PREEMPTED, 0)
+    assert bench.scheduler.has_open_prompts()
+    bench.add("c", 1, max_tokens=4)
+    known = len(bench.sequence("b").token_ids)
+    assert known == 9
+    assert bench.plan() == [("b", 0, 4)]
+    assert bench.plan() == [("b", 4, 8)]
+    assert not bench.scheduler.has_recomputation()
+    assert bench.plan() == [("b", 8, 9), ("c", 0, 1)]
+
+
+def test_a_closed_door_lets_preempted_sequences_back() -> None:
+    bench = Bench(num_blocks=5, budget=32)
+    bench.add("a", 4, max_tokens=13)
+    bench.add("b", 4, max_tokens=13)
+    while not bench.scheduler.load().preempted:
+        bench.plan()
+    bench.scheduler.closed = True
+    bench.add("urgent", 1, priority=-1)
+    bench.add("awaited", 1, work=Work.PREFILL)
+    bench.scheduler.remove_group(bench.group("a"))
+    assert bench.admit() == ["b", "awaited"]
 
 
 def test_invariants_name_what_is_broken() -> None:
