@@ -3,6 +3,7 @@
 Shape suffixes: E experts, F feed-forward width, H hidden size, N query heads, G KV heads, D head size.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -107,23 +108,46 @@ def _experts(source: TensorSource, config: ModelConfig, layer: int) -> Experts:
 
 def _fused_experts(source: TensorSource, config: ModelConfig, layer: int) -> Experts:
     gate_up, down = fused_expert_tensors(config, layer)
+    num_experts, size, hidden = config.num_experts, config.experts.size, config.hidden_size
     gate_up_bias = down_bias = None
     if config.experts.bias:
-        gate_up_bias = torch.stack([_gate_then_up(source, bias) for bias in source.slices(f"{gate_up}_bias")])
+        gate_up_bias = source.empty(num_experts, 2 * size)
+        _write_gate_up(gate_up_bias.T, source.read(f"{gate_up}_bias").T)
         down_bias = source.tensor(f"{down}_bias")
     return Experts(
-        # Expert by expert: a layer can have gigabytes.
-        gate_up=[prepare_weight(_gate_then_up(source, weight.T)) for weight in source.slices(gate_up)],
-        down=[prepare_weight(source.converted(weight.T)) for weight in source.slices(down)],
+        gate_up=_each_prepared(source, gate_up, (num_experts, 2 * size, hidden), _write_gate_up),
+        down=_each_prepared(source, down, (num_experts, hidden, size), torch.Tensor.copy_),
         activate=_activation(config.experts),
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
     )
 
 
-def _gate_then_up(source: TensorSource, alternating: torch.Tensor) -> torch.Tensor:
-    """An expert's gate rows, then its up rows, from rows that alternate."""
-    return source.converted(torch.cat((alternating[0::2], alternating[1::2])))
+def _each_prepared(
+    source: TensorSource,
+    name: str,
+    shape_EOI: tuple[int, int, int],
+    write: Callable[[torch.Tensor, torch.Tensor], object],
+) -> list[torch.Tensor]:
+    """Prepares experts stored as [E, I, O] one by one, because all of them can have gigabytes.
+
+    Where a prepared weight is a copy, all are made from one buffer; where it is not, all share one allocation.
+    """
+    buffer_OI = source.empty(*shape_EOI[1:])
+    is_copy = prepare_weight(buffer_OI) is not buffer_OI
+    places = [buffer_OI] * shape_EOI[0] if is_copy else source.empty(*shape_EOI)
+    prepared = []
+    for weight_IO, place_OI in zip(source.slices(name), places, strict=True):
+        write(place_OI, weight_IO.T)
+        prepared.append(prepare_weight(place_OI))
+    return prepared
+
+
+def _write_gate_up(out: torch.Tensor, alternating: torch.Tensor) -> None:
+    """Gate rows, then up rows, from rows that alternate."""
+    size = len(out) // 2
+    out[:size].copy_(alternating[0::2])
+    out[size:].copy_(alternating[1::2])
 
 
 def _prepared(weights: torch.Tensor) -> list[torch.Tensor]:

@@ -53,12 +53,6 @@ class TensorSource:
     def _digest(self, name: str, dtype: torch.dtype, digest: xxhash.xxh3_128) -> None:
         self._digests[name] = f"{list(self._files.shape(name))} {dtype} {digest.hexdigest()}"
 
-    def converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in the compute dtype, contiguous."""
-        out = self.empty(*tensor.shape)
-        out.copy_(tensor)
-        return out
-
     def fill(self, out: torch.Tensor, name: str) -> None:
         """Copies one tensor into `out`, which has its shape."""
         out.copy_(self.read(name))
