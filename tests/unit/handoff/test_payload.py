@@ -124,6 +124,21 @@ def test_what_was_read_can_be_written_elsewhere(dtype: torch.dtype, readonly: bo
         target.read_rows(np.array([4]))
 
 
+def test_one_compressed_vector_per_token_travels_alone() -> None:
+    """Latent attention: one plane, half of what keys and values need."""
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=3, block_size=2, dtype=torch.float32, num_planes=1)
+    source, target = (KVStore(layout, RoutingLayout(2, 1, 300), 4, torch.device("cpu")) for _ in range(2))
+    # Positions 1 and 2 of a sequence in blocks 3 and 1 are slots 7 and 2.
+    source.kv_LCSGD[:, 0, 7, 0] = torch.tensor([[1.0, 2, 3], [11, 12, 13]])
+    source.kv_LCSGD[:, 0, 2, 0] = torch.tensor([[4.0, 5, 6], [14, 15, 16]])
+    payload = read_payload(source, blocks(3, 1), 1, 3, routing=False)
+    assert bytes(payload.kv) == np.array([1, 2, 3, 4, 5, 6, 11, 12, 13, 14, 15, 16], "<f4").tobytes()
+    assert payload.kv.nbytes == 2 * layout.token_bytes
+    assert write_payload(target, blocks(2, 3), frames(payload, 1, 3)) is None
+    assert torch.equal(target.kv_LCSGD[:, :, [5, 6]], source.kv_LCSGD[:, :, [7, 2]])
+    assert not target.kv_LCSGD[:, :, [0, 1, 2, 3, 4, 7]].any()
+
+
 @pytest.mark.parametrize("damaged", ["kv", "rows", "scores"])
 def test_one_flipped_bit_is_found_before_anything_is_written(damaged: str) -> None:
     source, target = make_store(), make_store()
