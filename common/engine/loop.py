@@ -109,8 +109,9 @@ class Engine:
     def freeze(self) -> Future[None]:
         """Stops computing; done when no step runs and none will. Commands are still taken, and their events sent.
 
-        Prompts that are being computed, here or for here, come to their first token before; nobody else is admitted
-        meanwhile. So the KV of a prompt never comes from two sets of weights.
+        Prompts that are being computed, here or for here, come to their first token before, and preempted sequences
+        that kept no copy of their KV are computed again; nobody else is admitted meanwhile. So neither ever comes from
+        two sets of weights.
         """
         future: Future[None] = Future()
         if self._visits.enter(future):

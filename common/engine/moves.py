@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import structlog
 
 from common.engine.preemption import BlockChanges, Preemption
-from common.engine.saved import SavedRange
+from common.engine.saved import SavedRange, save
 from common.engine.sequence import SequenceState
 from common.engine.stats import EngineStats
 from common.errors import InternalError, MoerelayError
@@ -30,13 +30,16 @@ class BlockMover:
         """All of it, in the only right order: a block is copied before it is forgotten, and forgotten before it is
         made blank for its next owner, who may be the one that it was taken from.
         """
-        failures = [f for p in changes.preempted if (f := self._save(p)) is not None]
+        copies: dict[tuple[BlockId, ...], tuple[SavedRange, ...]] = {}
+        failures = [f for p in changes.preempted if (f := self._save(p, copies)) is not None]
         self._store.free_blocks([*changes.freed, *self._pool.take_evicted()])
         failures += self._blank(changes.grown)
         return failures + [f for s in admitted if (f := self._fill(s)) is not None]
 
-    def _save(self, preemption: Preemption) -> Failure | None:
-        """Copies what a preempted sequence keeps out of the blocks that it had."""
+    def _save(
+        self, preemption: Preemption, copies: dict[tuple[BlockId, ...], tuple[SavedRange, ...]]
+    ) -> Failure | None:
+        """Copies what a preempted sequence keeps of the blocks that it had; choices of one prompt share `copies`."""
         sequence, end = preemption.sequence, preemption.end
         kind = "swapped" if end else "recomputed"
         _log.info(
@@ -52,12 +55,13 @@ class BlockMover:
         self._stats.preemptions_swapped += 1
         self._stats.swapped_tokens += end
         try:
-            saved = SavedRange.read(self._store, preemption.blocks, 0, end, routing=sequence.wants_rows)
+            if preemption.blocks not in copies:
+                copies[preemption.blocks] = save(self._store, preemption.blocks, end, routing=sequence.wants_rows)
         except MoerelayError as error:
             return sequence, error
         except (RuntimeError, MemoryError) as error:  # what torch and NumPy raise when memory is out
             return _failure(sequence, "saving preempted KV failed", error)
-        sequence.saved = (saved, *sequence.saved)
+        sequence.saved = (*copies[preemption.blocks], *sequence.saved)
         return None
 
     def _blank(self, grown: list[tuple[SequenceState, BlockId]]) -> list[Failure]:

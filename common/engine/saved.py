@@ -12,6 +12,9 @@ from common.kv.pool import BlockId
 from common.kv.store import KVStore, slots_of
 from common.routing.record import RoutingArray
 
+#: Positions that are copied at a time: a device gathers them in memory of its own first, and may have little left.
+PIECE_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class SavedRange:
@@ -47,6 +50,14 @@ class SavedRange:
         store.write_kv(slots, self.kv_LCNGD[:, :, skipped:])
         if self.rows_NLK is not None:
             store.write_rows(slots, self.rows_NLK[skipped:])
+
+
+def save(store: KVStore, blocks: Sequence[BlockId], end: int, *, routing: bool) -> tuple[SavedRange, ...]:
+    """Positions [0, end) of the sequence that owns `blocks`, in order. Raises what `SavedRange.read` raises."""
+    return tuple(
+        SavedRange.read(store, blocks, start, min(end, start + PIECE_TOKENS), routing=routing)
+        for start in range(0, end, PIECE_TOKENS)
+    )
 
 
 def prompt_tail(store: KVStore, blocks: Sequence[BlockId], num_prompt: int, *, routing: bool) -> tuple[SavedRange, ...]:

@@ -9,9 +9,10 @@ import torch
 
 from common.engine.grammar import AllowedMask, GrammarMatcher
 from common.engine.request import EngineRequest, RequestId, Work
-from common.engine.saved import prompt_tail
+from common.engine.saved import prompt_tail, save
 from common.errors import HandoffCorruptError, InternalError, InvalidRequestError
 from common.kv.pool import BlockId
+from common.kv.store import slots_of
 from common.sampling import Finish, FinishReason, SampledToken, SamplingParams
 from tests.fakes.fake_runner import VOCAB_SIZE, fake_store
 from tests.unit.engine.rig import FakeRig, RigPair, Transcript, limits, make_request, solo
@@ -377,6 +378,21 @@ def test_the_prompts_tail_is_copied_with_its_rows(routing: bool) -> None:
     if routing:
         np.testing.assert_array_equal(store.read_rows(np.array([20, 21, 22])), rows_NLK)
     assert prompt_tail(store, [BlockId(1), BlockId(3)], 8, routing=False) == ()
+
+
+def test_a_long_sequence_is_copied_in_pieces() -> None:
+    store, blocks = fake_store(600), [BlockId(b) for b in range(1, 600)]
+    store.clear_blocks(blocks)
+    slots = slots_of(blocks, 0, 2200, 4)
+    store.write_kv(slots, torch.arange(2 * 2 * 2200, dtype=torch.float32).view(2, 2, 2200, 1, 1))
+    pieces = save(store, blocks, 2200, routing=False)
+    assert [(piece.start, piece.end) for piece in pieces] == [(0, 1024), (1024, 2048), (2048, 2200)]
+    assert sum(piece.num_bytes for piece in pieces) == 2200 * 16
+    before = store.read_kv(slots)
+    store.clear_blocks(blocks[1:])
+    for piece in pieces:
+        piece.write(store, blocks, 4)
+    assert torch.equal(store.read_kv(slots), before)
 
 
 def test_tokens_name_the_weights_in_use() -> None:

@@ -240,6 +240,38 @@ def test_waiting_choices_keep_a_prompt_that_would_not_become_free() -> None:
 # --- memory
 
 
+class WatchedStore(KVStore):
+    """Counts the slots of each read of KV, and fails while `fails` is set, but not in a forward pass."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(fake_store(2).layout, ROUTING, num_blocks + 1, torch.device("cpu"), poison=True)
+        self.fails = False
+        self.reads: list[int] = []
+
+    def read_kv(self, slots: SlotArray) -> torch.Tensor:
+        self.reads.append(len(slots))
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return super().read_kv(slots)
+
+
+class CalmRunner(FakeRunner):
+    def __init__(self, store: WatchedStore) -> None:
+        super().__init__(store)
+        self._watched = store
+
+    def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
+        fails, self._watched.fails = self._watched.fails, False
+        output = super().execute(chunks)
+        self._watched.fails = fails
+        return output
+
+
+def watched_rig(num_blocks: int, seats: int = 8) -> tuple[CoreRig, WatchedStore]:
+    store = WatchedStore(num_blocks)
+    return CoreRig(CalmRunner(store), store, limits(max_num_seqs=seats), EOS), store
+
+
 @pytest.mark.parametrize(
     ("swap", "kinds"), [(NOTHING, {False}), (40 * POSITION_BYTES, {True, False}), (PLENTY, {True})]
 )
@@ -268,6 +300,20 @@ def test_saved_bytes_are_those_of_kv_and_of_rows_that_are_wanted() -> None:
         assert (rig.core.load().preempted, rig.core.load().waiting) == (1, 1)
         rig.run()
         rig.assert_baseline()
+
+
+def test_choices_that_give_their_prompt_up_together_share_its_copy() -> None:
+    rig, store = watched_rig(5, seats=1)
+    rig.submit(make_request("a", prompt_of(8), SamplingParams(3, n=4, temperature=1.5, ignore_eos=True)))
+    rig.step()
+    rig.submit(replace(make_request("urgent", prompt_of(16, 1), greedy(3)), priority=-1))
+    rig.core.abort(RequestId("a"), 0)
+    store.reads.clear()
+    rig.step()
+    assert rig.core.stats.preemptions_swapped == 3
+    assert store.reads == [8, 16]  # the copy, and the forward pass
+    rig.run()
+    rig.assert_baseline()
 
 
 def test_blocks_that_were_taken_are_ruined_and_what_comes_back_is_whole() -> None:
@@ -361,33 +407,8 @@ def test_a_step_that_fails_while_recomputing_fails_the_request() -> None:
     rig.assert_baseline()
 
 
-class BrittleStore(KVStore):
-    """Cannot be read while `fails` is set, but by a forward pass."""
-
-    fails = False
-
-    def read_kv(self, slots: SlotArray) -> torch.Tensor:
-        if self.fails:
-            raise RuntimeError("out of memory")
-        return super().read_kv(slots)
-
-
-class CalmRunner(FakeRunner):
-    def __init__(self, store: BrittleStore) -> None:
-        super().__init__(store)
-        self._brittle = store
-
-    def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
-        fails, self._brittle.fails = self._brittle.fails, False
-        output = super().execute(chunks)
-        self._brittle.fails = fails
-        return output
-
-
 def test_what_cannot_be_saved_fails_alone() -> None:
-    layout = fake_store(2).layout
-    store = BrittleStore(layout, ROUTING, 10, torch.device("cpu"), poison=True)
-    rig = CoreRig(CalmRunner(store), store, limits(), EOS)
+    rig, store = watched_rig(9)
     a = rig.submit(make_request("a", prompt_of(6, 0), greedy(14)))
     b = rig.submit(make_request("b", prompt_of(6, 1), SamplingParams(14, n=2, temperature=1.5, ignore_eos=True)))
     rig.step()
