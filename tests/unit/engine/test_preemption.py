@@ -220,6 +220,25 @@ def test_choices_that_wait_give_their_prompt_up_for_whoever_is_more_urgent() -> 
     rig.assert_baseline()
 
 
+def test_the_last_to_run_gives_way_to_a_choice_that_can_run_then() -> None:
+    """A lease of 2 of 8 blocks stays. "a" grows to 4, finds no fifth, and leaves; the choice needs nobody's command."""
+    rig = rig_of(8)
+    a = rig.submit(make_request("a", prompt_of(4), greedy(21)))
+    rig.submit(make_request("lease", prompt_of(8, 2), greedy(1), work=Work.DECODE))
+    rig.step()
+    sampling = SamplingParams(16, n=2, temperature=1.5, ignore_eos=True)
+    urgent = rig.submit(replace(make_request("urgent", prompt_of(8, 1), sampling), priority=-1))
+    rig.step()
+    rig.core.abort(RequestId("urgent"), 0)
+    rig.step()
+    assert (rig.core.load().running, rig.core.load().waiting) == (1, 1)
+    rig.run()
+    urgent.all[1].assert_equals(solo(urgent.request, 1))
+    assert_solo(a)
+    rig.cancel(RequestId("lease"))
+    rig.assert_baseline()
+
+
 def test_waiting_choices_keep_a_prompt_that_would_not_become_free() -> None:
     """The seated sibling holds it as well: copying it for each of them would gain nothing."""
     rig = rig_of(8, seats=2)
@@ -349,6 +368,31 @@ def test_a_copy_is_written_only_where_the_cache_has_nothing() -> None:
     assert_solo(b)
     assert all(len(chunk.token_ids) == 1 for batch in rig.runner.batches[before:] for chunk in batch)
     assert rig.core.stats.recomputed_tokens == 0
+
+
+def test_rows_that_come_back_are_those_of_their_positions() -> None:
+    """Half of the blocks are shared, the others written; a later prompt reads the rows of both."""
+    rig = rig_of(6)
+    a, b = two_that_do_not_fit(rig, num_prompt=5)
+    rig.cancel(a.request.request_id)
+    rig.run()
+    before = rig.core.stats.prefix_cache_hits
+    later = rig.submit(make_request("later", [*b.request.prompt, *(t.token_id for t in b.tokens)], greedy(1)))
+    rig.run()
+    assert rig.core.stats.prefix_cache_hits - before == 16
+    assert_solo(b, later)
+
+
+def test_a_block_to_grow_into_is_blank() -> None:
+    """Attention masks what is not written yet by weight zero, and zero times NaN is NaN."""
+    rig = rig_of(8, prefix_caching=False)
+    rig.submit(make_request("a", prompt_of(4), greedy(9)))
+    rig.step()
+    rig.step()
+    blocks = rig.runner.batches[-1][0].blocks
+    assert len(blocks) == 2
+    assert rig.store.read_kv(slots_of(blocks, 4, 5, 4)).all()
+    assert not rig.store.read_kv(slots_of(blocks, 5, 8, 4)).any()
 
 
 # --- ends
