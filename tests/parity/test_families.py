@@ -1,4 +1,4 @@
-"""Every family, with everything that it has, against transformers' own class: fp32 logits and experts, bf16 rows."""
+"""Every family's synthetic checkpoint against transformers' own class: fp32 logits and experts, bf16 rows."""
 
 import dataclasses
 from collections.abc import Callable
