@@ -1,5 +1,6 @@
 """What holds for every test process."""
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -10,3 +11,12 @@ def pytest_configure() -> None:
     # A deadline per example would fail on a busy machine; the timeout per test is enough.
     settings.register_profile("moerelay", deadline=None)
     settings.load_profile("moerelay")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what tests recorded as their "summary", also when they ran in another process."""
+    reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind]
+    properties = [pair for report in reports for pair in getattr(report, "user_properties", ())]
+    for name, value in dict.fromkeys(properties):
+        if name == "summary":
+            terminalreporter.write_line(str(value))

@@ -35,7 +35,7 @@ def draw_asks(random: Random, model: StressModel, count: int, *, long: bool) -> 
         length = random.choice(edges) if random.random() < 0.7 else random.randint(1, edges[-1])
         beginning = random.choice(beginnings)[: random.choice((0, length, length, random.choice(edges)))]
         prompt = (beginning + _ids(random, model, length))[:length]
-        sampling = draw_sampling(random, model, max_tokens=8 if long else 28)
+        sampling = draw_sampling(random, model, max_tokens=8 if long else 24)
         asks.append(Ask(prompt, sampling, model.matcher if sampling.grammar else None))
     return asks
 
@@ -48,7 +48,7 @@ def draw_sampling(random: Random, model: StressModel, *, max_tokens: int) -> Sam
         seed=random.choice((0, 7, -(2**63), 2**63 - 1, random.randint(-1000, 1000))),
         n=random.choice((1, 1, 1, 2, 3, 4)),
         logprobs=random.choice((None, None, 0, 3)),
-        prompt_logprobs=random.choice((None, None, None, 0, 2)),
+        prompt_logprobs=random.choice((None,) * 6 + (0, 2)),
         ignore_eos=random.random() < 0.5,
     )
     if random.random() < 0.5:

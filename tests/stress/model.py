@@ -84,9 +84,7 @@ class ModelRig(CoreRig):
             swap_space_bytes=shape.swap_space_bytes,
         )
         self.runner = ModelRunner(model.decoder(0), store)
-        super().__init__(
-            self.runner, store, bounds, model.config.eos_token_ids, prefix_caching=shape.prefix_caching
-        )
+        super().__init__(self.runner, store, bounds, model.config.eos_token_ids, prefix_caching=shape.prefix_caching)
 
     def use(self, decoder: MoeDecoder, label: str) -> None:
         """Other weights, between two steps."""

@@ -44,9 +44,12 @@ def play_rounds(models: Sequence[StressModel], seed: int, numbers: Iterable[int]
 
 def try_round(models: Sequence[StressModel], seed: int, number: int) -> Tally:
     """As `play_round`; what is wrong becomes an entry of the tally."""
+    again = f"python -m tests.stress --seed {seed} --round {number}"
     try:
         return play_round(models, seed, number)
     except AssertionError as error:
         name = models[number % len(models)].name
-        again = f"python -m tests.stress --seed {seed} --round {number}"
         return Tally(rounds=1, differences=[f"{name}: {error} (again: {again})"])
+    except Exception as error:
+        error.add_note(f"again: {again}")
+        raise

@@ -7,11 +7,11 @@ from common.engine.request import EngineRequest, RequestId, Work
 from tests.stress.asks import Ask, draw_asks
 from tests.stress.model import EngineShape, ModelRig, StressModel
 from tests.stress.oracle import Oracle
-from tests.stress.pair import EnginePair
+from tests.stress.pair import MAX_IDLE, EnginePair
 from tests.stress.tally import Tally
 
-#: Asks that a round draws its requests from: fewer than requests, so that a solo run serves several of them.
-NUM_ASKS = 14
+#: Requests per ask: a solo run serves several of them.
+REQUESTS_PER_ASK = 3
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Round:
     def __init__(self, model: StressModel, seed: str, num_requests: int) -> None:
         self._random = random = Random(seed)
         is_long = random.random() < 0.12
-        self._asks = draw_asks(random, model, NUM_ASKS, long=is_long)
-        self._left = max(4, num_requests // 4) if is_long else num_requests
+        self._asks = draw_asks(random, model, max(3, num_requests // REQUESTS_PER_ASK), long=is_long)
+        self._left = num_requests // 2 if is_long else num_requests
         self._block_size = random.choice((1, 4, 4, 16))
         self._is_long = is_long
         self._model = model
@@ -52,9 +52,9 @@ class Round:
         largest = max(-(-ask.num_slots // self._block_size) for ask in self._asks)
         swap_positions = random.choice((0, 60, 10**6))
         return EngineShape(
-            num_blocks=int(largest * random.choice((1.0, 1.2, 1.5, 2.0, 3.0))),
-            budget=random.randint(24, 128) if self._is_long else random.choice((1, 3, 5, 8, 16, 17, 33, 64, 64)),
-            seats=random.choice((1, 2, 3, 4, 6, 10)),
+            num_blocks=int(largest * random.choice((1.0, 1.2, 1.5, 2.0, 3.0, 6.0))),
+            budget=random.randint(24, 128) if self._is_long else random.choice((1, 4, 6, 8, 16, 17, 33, 64, 64)),
+            seats=random.choice((1, 3, 4, 5, 6, 8, 10)),
             swap_space_bytes=swap_positions * self._model.position_bytes(),
             prefix_caching=random.random() < 0.85,
         )
@@ -68,8 +68,7 @@ class Round:
         num_idle = 0
         while self._left or self.pair.live() or self.pair.is_updating:
             num_idle = 0 if self._tick(forced=num_idle > 0) else num_idle + 1
-            # A lease that a step gives moves nothing before the next tick.
-            assert num_idle < 4, f"stuck: {self.pair}"
+            assert num_idle < MAX_IDLE, f"stuck: {self.pair}"
         self.pair.check_everything(oracle)
         self.pair.tally.rounds = 1
         return self.pair.tally
@@ -106,7 +105,7 @@ class Round:
             work,
             priority=random.choice((0, 0, 0, -1, 2)),
             matcher=ask.matcher,
-            cache_salt=random.choice(("", "", "", "salt")),
+            cache_salt=random.choice(("",) * 7 + ("salt",)),
             local_prefill_max_tokens=random.choice((0, 0, 0, 4, 60)),
         )
         rig = pair.prefill if work is Work.WHOLE and random.random() < 0.25 else pair.decode
