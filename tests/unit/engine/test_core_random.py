@@ -84,6 +84,19 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             self.rig.submit(request)
 
+    @rule(
+        prompts=st.lists(PROMPTS, min_size=3, max_size=4),
+        max_tokens=st.integers(10, 24),
+        n=st.integers(1, 2),
+        priorities=st.permutations(range(4)),
+    )
+    def crowd(self, prompts: list[list[int]], max_tokens: int, n: int, priorities: list[int]) -> None:
+        """Long answers that begin side by side, and outgrow the pool."""
+        sampling = SamplingParams(max_tokens, n=n, temperature=1.5, ignore_eos=True)
+        for prompt, priority in zip(prompts, priorities, strict=False):
+            self.submit(prompt[:6], sampling, 0, Work.WHOLE, priority, "", 0)
+        self.step(8)
+
     def _expect_refusal(self, request: EngineRequest) -> None:
         try:
             self.rig.submit(request)
@@ -91,7 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         raise AssertionError("a request that can never fit was let in")
 
-    @rule(times=st.integers(1, 4))
+    @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         for _ in range(times):
             self.rig.step()
