@@ -79,9 +79,9 @@ def _probe(device: torch.device, dtype: torch.dtype) -> str:
         return torch.from_numpy(random.standard_normal(shape, np.float32)).to(device, dtype)
 
     digest = xxhash.xxh3_64()
-    weight = prepare_weight(draw(256, 512))
+    weight = prepare_weight(draw(256, 2048))
     for num_rows in (1, 256):
-        product = linear(draw(num_rows, 512), weight)
+        product = linear(draw(num_rows, 2048), weight)
         activated = silu_gated(product)
         weights_XRI = torch.softmax(product.float(), -1).to(dtype)[:1].expand(1, FP32_MULTIPLE, -1)
         attended = batched_product(weights_XRI, draw(1, TILE, 64))

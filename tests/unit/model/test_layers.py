@@ -10,7 +10,7 @@ import torch
 from common.model.layers import batched_product, clamped_swiglu, linear, prepare_weight, rms_norm, silu_gated
 
 #: Outputs and inputs: tiny, odd, and large enough for the blocked kernels.
-_SHAPES = [(3, 50), (7, 76), (8, 64), (64, 32), (74, 75), (257, 64), (512, 256), (32, 1024)]
+_SHAPES = [(3, 50), (7, 76), (8, 64), (64, 32), (74, 75), (257, 64), (512, 256), (32, 1024), (48, 1040), (96, 2880)]
 _DTYPES = [torch.float32, torch.bfloat16]
 
 
