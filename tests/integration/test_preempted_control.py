@@ -17,7 +17,7 @@ from tests.integration.held_runner import held
 from tests.integration.kit import Kit, checkpoint_kit
 from tests.integration.relay import Relay, WorkerPlan, running_relay
 from tests.integration.test_control import as_answer, assert_whole, call, done, hold, in_mid_step, raw
-from tests.integration.test_exact import MODES, prompt_of
+from tests.integration.test_exact import prompt_of
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -27,7 +27,15 @@ PROMPTS = [prompt_of(30, seed) for seed in range(5)]
 FIELDS: JsonObject = {"max_tokens": 40, "ignore_eos": True, "logprobs": 1}
 PAUSES = ("keep", "abort", "wait")
 
-in_each_way = pytest.mark.parametrize(("mode", "kind"), [(mode, kind) for mode in MODES for kind in SWAP])
+in_each_way = pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        ("disaggregated", "swapped"),
+        ("aggregated", "recomputed"),
+        pytest.param("disaggregated", "recomputed", marks=pytest.mark.slow),
+        pytest.param("aggregated", "swapped", marks=pytest.mark.slow),
+    ],
+)
 
 Requests = list["asyncio.Task[JsonObject]"]
 
