@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import count
 
+from common.errors import MoerelayError
 from tests.stress.model import StressModel
 from tests.stress.oracle import Oracle
 from tests.stress.schedule import Round
@@ -47,7 +48,7 @@ def try_round(models: Sequence[StressModel], seed: int, number: int) -> Tally:
     again = f"python -m tests.stress --seed {seed} --round {number}"
     try:
         return play_round(models, seed, number)
-    except AssertionError as error:
+    except (AssertionError, MoerelayError) as error:
         name = models[number % len(models)].name
         return Tally(rounds=1, differences=[f"{name}: {error} (again: {again})"])
     except Exception as error:
