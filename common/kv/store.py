@@ -60,7 +60,7 @@ class KVStore:
         self.num_blocks = num_blocks
         self.poison = poison
         num_slots = num_blocks * layout.block_size
-        self._device = device
+        self.device = device
         self.rows_SLK: RoutingArray = routing.empty(num_slots)
         self._row_written = np.zeros(num_slots, np.bool_)
         self.restore()
@@ -72,15 +72,15 @@ class KVStore:
         self.kv_LCSGD = torch.zeros(
             (layout.num_layers, layout.num_planes, num_slots, layout.num_kv_heads, layout.head_dim),
             dtype=layout.dtype,
-            device=self._device,
+            device=self.device,
         )
         if self.poison:
             self._poison(range(1, self.num_blocks))
 
     def release(self) -> None:
         """Gives the memory of K and V back until `restore`. No block may be in use; routing rows stay allocated."""
-        self.kv_LCSGD = torch.empty(0, dtype=self.layout.dtype, device=self._device)
-        if self._device.type == "cuda":
+        self.kv_LCSGD = torch.empty(0, dtype=self.layout.dtype, device=self.device)
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:

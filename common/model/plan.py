@@ -50,13 +50,13 @@ def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore) -
     tokens_of = [np.arange(end - len(chunk.token_ids), end) for chunk, end in zip(ordered, ends, strict=True)]
     routed = [i for i, chunk in enumerate(ordered) if chunk.wants_rows]
     end_row = {original: int(end) for original, end in zip(order, ends, strict=True)}
-    device = store.kv_LCSGD.device
+    device, num_slots = store.device, store.num_blocks * store.layout.block_size
     return ForwardPlan(
         token_ids_T=_tensor(_joined_ids(ordered), device),
         positions_T=_tensor(np.concatenate([np.arange(chunk.start, chunk.end) for chunk in ordered]), device),
         slots_T=_tensor(np.concatenate(slots), device),
         groups={
-            window: plan_groups(ordered, config.num_heads, window, store.layout, store.kv_LCSGD.shape[2], device)
+            window: plan_groups(ordered, config.num_heads, window, store.layout, num_slots, device)
             for window in set(config.sliding_windows)
         },
         logits_N=torch.tensor([end_row[i] - 1 for i, c in enumerate(chunks) if c.wants_logits], device=device).long(),

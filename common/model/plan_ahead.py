@@ -22,12 +22,15 @@ class PlanAhead:
     """Makes plans: on a thread of its own those that are prepared, on the caller's those that were not.
 
     Attributes:
-        num_hits, num_misses: plans that were ready when they were taken, and those that were not.
+        num_ready: plans that were made when they were taken.
+        num_awaited: those that were still being made.
+        num_unforeseen: those that nobody had prepared.
     """
 
     def __init__(self, make: Callable[[Sequence[Chunk]], ForwardPlan]) -> None:
-        self.num_hits = 0
-        self.num_misses = 0
+        self.num_ready = 0
+        self.num_awaited = 0
+        self.num_unforeseen = 0
         self._make = make
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan-ahead")
         self._prepared: _Prepared | None = None
@@ -41,11 +44,23 @@ class PlanAhead:
     def take(self, chunks: Sequence[Chunk]) -> ForwardPlan:
         """The plan of a batch."""
         taken, self._taken = self._taken, None
-        if taken is not None and _same_but_for_ids(taken.chunks, chunks):
-            self.num_hits += 1
-            return taken.plan.result().with_ids(chunks)
-        self.num_misses += 1
-        return self._make(chunks)
+        if taken is None or not _same_but_for_ids(taken.chunks, chunks):
+            self.num_unforeseen += 1
+            return self._make(chunks)
+        if taken.plan.done():
+            self.num_ready += 1
+        else:
+            self.num_awaited += 1
+        return taken.plan.result().with_ids(chunks)
+
+    @property
+    def is_ready(self) -> bool:
+        """The plan that was prepared last is made."""
+        return self._prepared is not None and self._prepared.plan.done()
+
+    def forget(self) -> None:
+        """Drops what is prepared, and its memory."""
+        self._prepared = self._taken = None
 
 
 def _same_but_for_ids(some: Sequence[Chunk], others: Sequence[Chunk]) -> bool:

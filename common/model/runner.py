@@ -37,6 +37,7 @@ class ModelRunner:
     def use(self, decoder: MoeDecoder | None) -> None:
         """Computes with other weights of the same shape from the next step on. None: holds none, and runs no step."""
         self._resident = decoder
+        self._plans.forget()
 
     @property
     def decoder(self) -> MoeDecoder:

@@ -44,6 +44,11 @@ class HeldRunner(ModelRunner):
         with self._changed:
             assert self._changed.wait_for(lambda: self._held, timeout=30)
 
+    def wait_held_after(self, num_steps: int) -> None:
+        """Blocks until so many steps have passed in all, and another one waits."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._held and self.num_steps == num_steps, timeout=30)
+
 
 def held(kit: Kit) -> Kit:
     """The kit of a checkpoint, with runners that can be held."""

@@ -61,6 +61,26 @@ async def test_most_steps_are_planned_while_the_one_before_runs(
             assert_equals_solo(answer, kit.solo(), prompt, **FIELDS)
         assert isinstance(relay.decode.runner, ModelRunner)
         plans, steps = relay.decode.runner.plans, relay.decode.core.engine.stats.steps
-        assert plans.num_hits + plans.num_misses == steps
+        assert plans.num_ready + plans.num_awaited + plans.num_unforeseen == steps
         # At most the first step, one for each request that comes in, and one for each prompt that ends do without.
-        assert plans.num_misses <= 1 + 2 * len(prompts)
+        assert plans.num_unforeseen <= 1 + 2 * len(prompts)
+
+
+async def test_a_step_is_planned_while_the_one_before_stands_still(make_checkpoint: MakeCheckpoint) -> None:
+    kit, prompt = held(checkpoint_kit(make_checkpoint())), prompt_of(20)
+    async with running_relay(WorkerPlan(kit, chunk=32), None) as relay:
+        runner = _held_runner(relay.decode)
+        runner.hold_after(3)
+        request = asyncio.create_task(relay.client.generate(prompt, **FIELDS))
+        await asyncio.to_thread(runner.wait_held)
+
+        async def planned() -> bool:
+            return runner.plans.is_ready
+
+        await until(planned)
+        unforeseen = runner.plans.num_unforeseen
+        runner.hold_after(5)
+        await asyncio.to_thread(runner.wait_held_after, 5)
+        assert runner.plans.num_unforeseen == unforeseen
+        runner.hold_after(None)
+        assert_equals_solo(await request, kit.solo(), prompt, **FIELDS)

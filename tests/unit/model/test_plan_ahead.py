@@ -1,8 +1,10 @@
 """A plan that was made before its ids were known is the plan, and one for something else is never taken for it."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ def _chunk(ids: Sequence[int], start: int, blocks: tuple[int, ...], *, logits: b
 
 #: A decode, a prompt's chunk, and another decode of a longer sequence, which is computed first.
 BATCH = [_chunk([7], 5, (1,)), _chunk([1, 2, 3], 4, (2,), logits=False), _chunk([9], 20, (3, 4), rows=False)]
+_NOTHING = torch.empty(0, dtype=torch.int64)
+_NO_SLOTS = np.empty(0, np.int64)
 UNKNOWN = [replace(chunk, token_ids=[0] * len(chunk.token_ids)) for chunk in BATCH]
 
 
@@ -59,7 +63,7 @@ def test_a_prepared_plan_gets_the_ids_and_equals_one_that_was_made_on_the_spot(
 ) -> None:
     _prepared(plans, UNKNOWN)
     plan = plans.take(BATCH)
-    assert (plans.num_hits, plans.num_misses) == (1, 1)
+    assert (plans.num_ready + plans.num_awaited, plans.num_unforeseen) == (1, 1)
     assert plan.token_ids_T.tolist() == [9, 7, 1, 2, 3]
     _assert_same(plan, plan_forward(BATCH, harness.decoder.config, harness.store))
 
@@ -68,7 +72,7 @@ def test_a_block_more_changes_nothing(harness: Harness, plans: PlanAhead) -> Non
     _prepared(plans, UNKNOWN)
     grown = [_chunk([7], 5, (1, 6)), *BATCH[1:]]
     _assert_same(plans.take(grown), plan_forward(grown, harness.decoder.config, harness.store))
-    assert plans.num_hits == 1
+    assert plans.num_unforeseen == 1
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_a_block_more_changes_nothing(harness: Harness, plans: PlanAhead) -> Non
 def test_a_plan_for_anything_else_is_not_used(harness: Harness, plans: PlanAhead, unlike: list[Chunk]) -> None:
     _prepared(plans, unlike)
     _assert_same(plans.take(BATCH), plan_forward(BATCH, harness.decoder.config, harness.store))
-    assert plans.num_hits == 0
+    assert plans.num_ready + plans.num_awaited == 0
 
 
 def test_a_plan_is_used_for_the_step_after_the_next_call_only(plans: PlanAhead) -> None:
@@ -94,4 +98,41 @@ def test_a_plan_is_used_for_the_step_after_the_next_call_only(plans: PlanAhead) 
     plans.take([_chunk([1], 0, (5,))])
     plans.prepare(())
     plans.take(BATCH)
-    assert plans.num_hits == 0
+    assert plans.num_ready + plans.num_awaited == 0
+
+
+def test_it_counts_whether_the_plan_was_there_in_time() -> None:
+    started, may_end = threading.Event(), threading.Event()
+
+    def make(chunks: Sequence[Chunk]) -> ForwardPlan:
+        started.set()
+        assert may_end.wait(timeout=30)
+        return ForwardPlan(_NOTHING, _NOTHING, _NOTHING, {}, _NOTHING, [], _NO_SLOTS, _NO_SLOTS, range(len(chunks)))
+
+    plans = PlanAhead(make)
+    plans.prepare(BATCH)
+    assert started.wait(timeout=30)
+    assert not plans.is_ready
+    plans.prepare(())
+    threading.Timer(0.05, may_end.set).start()
+    plans.take(BATCH)
+    assert (plans.num_ready, plans.num_awaited, plans.num_unforeseen) == (0, 1, 0)
+
+
+def test_what_is_prepared_is_forgotten_with_the_weights(harness: Harness, plans: PlanAhead) -> None:
+    plans.prepare(UNKNOWN)
+    plans.forget()
+    assert not plans.is_ready
+    plans.prepare(())
+    plans.take(BATCH)
+    assert plans.num_unforeseen == 1
+
+
+def test_a_plan_needs_no_memory_of_the_cache(harness: Harness) -> None:
+    """It may be made while that is given back."""
+    harness.store.release()
+    try:
+        plan = plan_forward(BATCH, harness.decoder.config, harness.store)
+    finally:
+        harness.store.restore()
+    _assert_same(plan, plan_forward(BATCH, harness.decoder.config, harness.store))
