@@ -49,7 +49,7 @@ def _dispatch(argv: list[str]) -> int:
     name = "version" if argv[0] == "--version" else argv[0]
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name!r}; choose from {', '.join(COMMANDS)}")
-    from common.config import check_environment  # late: the list of commands answers at once
+    from common.settings_loader import check_environment  # late: the list of commands answers at once
 
     check_environment()
     module, _ = COMMANDS[name]

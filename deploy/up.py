@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from common.config import UpSettings, load_settings
+from common.config import UpSettings
 from common.errors import STARTUP_EXIT_CODE, ConfigError, StartupError, WorkerLostError
 from common.process import host_port
+from common.settings_loader import load_settings
 from deploy.extras import needs_worker_extra
 from deploy.plan import ClusterPlan
 from deploy.processes import Child, ProcessGroup, ProcessSpec, StopRequests, race

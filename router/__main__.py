@@ -3,8 +3,9 @@
 import asyncio
 import sys
 
-from common.config import RouterSettings, load_settings
+from common.config import RouterSettings
 from common.errors import STARTUP_EXIT_CODE, StartupError
+from common.settings_loader import load_settings
 
 
 def main() -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.config import WorkerSettings, load_settings
+from common.config import WorkerSettings
 from common.errors import STARTUP_EXIT_CODE, MoerelayError, StartupError
 from common.log import configure_logging
 from common.model.config import ModelConfig
 from common.model.families import parse_config
 from common.model.hub import resolve_model
+from common.settings_loader import load_settings
 
 SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
 

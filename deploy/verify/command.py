@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from common.config import LogSettings, load_settings
+from common.config import LogSettings
 from common.errors import InternalError, MoerelayError
 from common.log import configure_logging
+from common.settings_loader import load_settings
 from deploy.client import ClusterClient, Json
 from deploy.extras import needs_worker_extra
 from deploy.verify.answer import Answer, RowsReader, answer_of_whole

@@ -14,8 +14,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from common.config import DecodeSettings, PrefillSettings, RouterSettings, WorkerSettings, load_settings
+from common.config import DecodeSettings, PrefillSettings, RouterSettings, WorkerSettings
 from common.process import host_port
+from common.settings_loader import load_settings
 
 
 class Journal:

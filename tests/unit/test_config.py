@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config import DecodeSettings, PrefillSettings, RouterSettings, UpSettings, is_loopback, load_settings
+from common.config import DecodeSettings, PrefillSettings, RouterSettings, UpSettings, is_loopback
 from common.errors import ConfigError
+from common.settings_loader import load_settings
 
 
 def test_toml_then_environment_then_command_line(tmp_path: Path) -> None:
