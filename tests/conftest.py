@@ -16,7 +16,8 @@ def pytest_configure() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints what tests recorded as their "summary", also when they ran in another process."""
     reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind]
-    properties = [pair for report in reports for pair in getattr(report, "user_properties", ())]
+    # As tuples: from another process they may come as lists.
+    properties = [tuple(pair) for report in reports for pair in getattr(report, "user_properties", ())]
     for name, value in dict.fromkeys(properties):
         if name == "summary":
             terminalreporter.write_line(str(value))
