@@ -50,6 +50,14 @@ class ClusterClient:
             async with self._session.get(self._url + path) as response:
                 return await _json_of(response)
 
+    async def get_text(self, path: str) -> str:
+        """A body that is no JSON. Raises MoerelayError."""
+        with self._failures():
+            async with self._session.get(self._url + path) as response:
+                if response.status != HTTPStatus.OK:
+                    await _json_of(response)
+                return await response.text()
+
     async def generate(self, body: Mapping[str, Any]) -> Json:
         """One answer without streaming. Raises MoerelayError, of the class that the router names."""
         with self._failures():

@@ -91,7 +91,7 @@ def _prompt(rng: random.Random, seed: int, limits: CaseLimits) -> tuple[int, ...
     longest = min(limits.max_prompt, limits.max_model_len - 1)
     length = min(longest, rng.choice(_EDGE_LENGTHS)) if rng.random() < 0.25 else rng.randint(1, longest)
     own = [rng.randrange(limits.vocab_size) for _ in range(length)]
-    if rng.random() < 0.2:
+    if rng.random() < 0.4:
         shared = random.Random(f"{seed}:prefix:{rng.randrange(_NUM_SHARED_PREFIXES)}")
         num_shared = rng.randint(0, length)
         own[:num_shared] = [shared.randrange(limits.vocab_size) for _ in range(num_shared)]

@@ -23,6 +23,7 @@ from deploy.verify.answer import Answer, RowsReader, answer_of_whole
 from deploy.verify.case import Case, CaseLimits, Form
 from deploy.verify.cases import continued, conversations
 from deploy.verify.options import VerifyOptions, parse_options
+from deploy.verify.pressure import Pressure
 from deploy.verify.streamed import StreamedAnswer
 from deploy.verify.switches import Switches, find_switches
 
@@ -51,12 +52,14 @@ async def verify(options: VerifyOptions) -> int:
             models, cluster = await client.get("/v1/models"), await client.get("/cluster")
             load = partial(_load_judge, options, models, cluster, await find_switches(client))
             judge = await asyncio.get_running_loop().run_in_executor(executor, load)
+            before = await Pressure.read(client)
             with _progress_bar(options.requests) as advance:
                 await ask_and_judge(options, client, judge, executor, advance)
+            pressure = (await Pressure.read(client)).since(before)
     if options.dump is not None:
         judge.write_dump(options.dump)
-    for line in judge.report():
-        print(line)
+    *findings, summary = judge.report()
+    print(*findings, pressure, summary, sep="\n")
     return 1 if judge.findings.total else 0
 
 
