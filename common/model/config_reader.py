@@ -10,7 +10,7 @@ from common.errors import CheckpointError
 class ConfigReader:
     """Reads one JSON object. A key that is absent or null takes the default; without a default it is an error.
 
-    Where several names are given they are spellings of the same setting, and the first that is present counts.
+    Where several names are given they are spellings of the same setting, and may not contradict each other.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -18,8 +18,15 @@ class ConfigReader:
         self.source = source
 
     def raw(self, *names: str) -> Any:
-        """The first value that is present and not null, or None."""
-        return next((self._values[name] for name in names if self._values.get(name) is not None), None)
+        """The value under any of these names, or None if all are absent or null. Raises CheckpointError if two differ."""
+        present = [name for name in names if self._values.get(name) is not None]
+        if not present:
+            return None
+        first, *others = present
+        for other in others:
+            if self._values[other] != self._values[first]:
+                self.fail(other, self._values[other], f"what {first} is, {self._values[first]!r}, which means the same")
+        return self._values[first]
 
     def count(self, *names: str, default: int | None = None) -> int:
         """A positive integer."""

@@ -1,0 +1,24 @@
+"""Reading keys of a config.json: spellings, null and absent, bounds."""
+
+import pytest
+
+from common.errors import CheckpointError
+from common.model.config_reader import ConfigReader
+
+
+def _reader(**values: object) -> ConfigReader:
+    return ConfigReader(values, "/m/config.json")
+
+
+def test_any_spelling_counts() -> None:
+    assert _reader(num_local_experts=64).count("num_experts", "num_local_experts") == 64
+    assert _reader(num_experts=None, num_local_experts=64).count("num_experts", "num_local_experts") == 64
+    assert _reader(num_experts=64, num_local_experts=64).count("num_experts", "num_local_experts") == 64
+
+
+def test_spellings_that_contradict_each_other_are_refused() -> None:
+    reader = _reader(num_experts=128, num_local_experts=64)
+    with pytest.raises(CheckpointError) as caught:
+        reader.count("num_experts", "num_local_experts")
+    message = caught.value.message
+    assert message.startswith("/m/config.json: num_local_experts is 64, but must be what num_experts is, 128")
