@@ -6,6 +6,9 @@ from typing import Any, NoReturn
 
 from common.errors import CheckpointError
 
+#: Far above every size and count that there is, and small enough for any arithmetic with it.
+_LARGEST = 2**31 - 1
+
 
 class ConfigReader:
     """Reads one JSON object. A key that is absent or null takes the default; without a default it is an error.
@@ -31,15 +34,15 @@ class ConfigReader:
     def count(self, *names: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self._present(names, default)
-        if type(value) is not int or value < 1:
-            self.fail(names[0], value, "a positive integer")
+        if type(value) is not int or not 1 <= value <= _LARGEST:
+            self.fail(names[0], value, f"a positive integer, at most {_LARGEST}")
         return value
 
     def whole(self, *names: str, default: int | None = None) -> int:
         """An integer that is not negative."""
         value = self._present(names, default)
-        if type(value) is not int or value < 0:
-            self.fail(names[0], value, "an integer, not negative")
+        if type(value) is not int or not 0 <= value <= _LARGEST:
+            self.fail(names[0], value, f"an integer, not negative and at most {_LARGEST}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
@@ -67,6 +70,15 @@ class ConfigReader:
         values = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(item) is int and item >= 0 for item in values):
             self.fail(name, value, "an integer or a list of integers, none negative")
+        return values
+
+    def strings(self, name: str) -> list[str]:
+        """A list of strings; an absent key is an empty list."""
+        values = self.raw(name)
+        if values is None:
+            return []
+        if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+            self.fail(name, values, "a list of strings")
         return values
 
     def section(self, *names: str) -> "ConfigReader":

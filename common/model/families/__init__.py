@@ -62,7 +62,7 @@ def config_from_json(values: Mapping[str, Any], generation: Mapping[str, Any], *
 
 
 def _find_family(reader: ConfigReader) -> Family:
-    architectures = reader.raw("architectures")
+    architectures = reader.strings("architectures")
     model_type = reader.raw("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or (architectures and family.architecture not in architectures):

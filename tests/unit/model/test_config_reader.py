@@ -22,3 +22,11 @@ def test_spellings_that_contradict_each_other_are_refused() -> None:
         reader.count("num_experts", "num_local_experts")
     message = caught.value.message
     assert message.startswith("/m/config.json: num_local_experts is 64, but must be what num_experts is, 128")
+
+
+@pytest.mark.parametrize("value", [2**31, 10**400])
+def test_numbers_that_no_tensor_can_have_are_refused(value: int) -> None:
+    for read in (_reader(size=value).count, _reader(size=value).whole):
+        with pytest.raises(CheckpointError, match=rf"size is {value}, but must be .* at most 2147483647"):
+            read("size")
+    assert _reader(size=2**31 - 1).count("size") == 2**31 - 1
