@@ -1,7 +1,7 @@
 """All configured workers: heartbeats, who may be paired with whom, and which pair takes the next choice."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -161,8 +161,11 @@ class Fleet:
         """Whether every usable worker promises bitwise equality."""
         return all(self._described(worker).exact for worker in self.workers if worker.usable)
 
-    def pick(self) -> Pair:
+    def pick(self, unreachable: Collection[Worker] = ()) -> Pair:
         """The pair for one choice.
+
+        `unreachable`: prefill workers that this choice has tried in vain. If there are no others, decode does without;
+        only where `allows_fallback`.
 
         Raises:
             UnavailableError: no pair of healthy workers that fit, or all are paused; the message says which.
@@ -171,7 +174,8 @@ class Fleet:
         chosen = self._choose(decode)
         if _prefills_itself(chosen):
             return Pair(chosen, None)
-        return Pair(chosen, self._choose(prefill)) if prefill else Pair(chosen, None, fallback=True)
+        reachable = [worker for worker in prefill if worker not in unreachable]
+        return Pair(chosen, self._choose(reachable)) if reachable else Pair(chosen, None, fallback=True)
 
     def _candidates(self) -> tuple[list[Worker], list[Worker]]:
         """Decode workers that may take a choice (at least one), and prefill workers for those that need one."""

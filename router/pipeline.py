@@ -76,10 +76,12 @@ class Pipeline:
         """Workers that can be reached.
 
         Where decode workers may do without, a prefill worker that cannot be reached is no error: nothing was sent yet,
-        and it is suspect from now on, so that others are picked.
+        and it is suspect from now on, so that others are picked. A heartbeat may make it healthy again at once, so this
+        prompt does not try it a second time.
         """
+        unreachable: set[Worker] = set()
         while True:
-            pair = self._fleet.pick()
+            pair = self._fleet.pick(unreachable)
             await self._connect(pair.decode)
             if pair.prefill is None:
                 return pair
@@ -88,6 +90,7 @@ class Pipeline:
             except UnavailableError:
                 if not self._fleet.allows_fallback:
                     raise
+                unreachable.add(pair.prefill)
             else:
                 return pair
 
