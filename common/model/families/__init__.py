@@ -48,17 +48,25 @@ def parse_config(path: Path) -> ModelConfig:
 
 
 def config_from_json(values: Mapping[str, Any], generation: Mapping[str, Any], *, source: str) -> ModelConfig:
-    """As `parse_config`, from parsed JSON; `source` names the file in complaints."""
+    """As `parse_config`, from parsed JSON; `source` is the path of config.json, for complaints."""
     reader = ConfigReader(values, source)
     family = _find_family(reader)
     _refuse_unsupported(reader)
     _refuse_dense(reader, family)
-    generation_reader = ConfigReader(generation, "generation_config.json")
-    eos_token_ids = frozenset(reader.integers("eos_token_id") + generation_reader.integers("eos_token_id"))
-    quantization = read_quantization(reader)
-    config = dataclasses.replace(family.read(reader), eos_token_ids=eos_token_ids, quantization=quantization)
+    config = family.read(reader)
     _check_sizes(config, reader)
-    return config
+    generation_reader = ConfigReader(generation, str(Path(source).with_name("generation_config.json")))
+    eos_token_ids = _read_eos(reader, config) | _read_eos(generation_reader, config)
+    return dataclasses.replace(config, eos_token_ids=eos_token_ids, quantization=read_quantization(reader))
+
+
+def _read_eos(reader: ConfigReader, config: ModelConfig) -> frozenset[int]:
+    """The end-of-sequence ids that one file names."""
+    token_ids = reader.integers("eos_token_id")
+    for token_id in token_ids:
+        if token_id >= config.vocab_size:
+            reader.fail("eos_token_id", token_id, f"below vocab_size, {config.vocab_size}")
+    return frozenset(token_ids)
 
 
 def _find_family(reader: ConfigReader) -> Family:
@@ -98,9 +106,6 @@ def _check_sizes(config: ModelConfig, reader: ConfigReader) -> None:
         reader.fail("num_experts_per_tok", config.top_k, f"at most the number of experts, {config.num_experts}")
     _check_groups(config, reader)
     check_routing(config, reader)
-    beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]
-    if beyond:
-        reader.fail("eos_token_id", beyond[0], f"below vocab_size, {config.vocab_size}")
 
 
 def _check_groups(config: ModelConfig, reader: ConfigReader) -> None:

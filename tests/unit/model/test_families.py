@@ -126,6 +126,23 @@ def test_end_of_sequence_ids_are_the_union_of_both_files(tmp_path: Path) -> None
     assert parse_config(tmp_path).eos_token_ids == {151643, 151645}
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(151936, "is 151936, but must be below vocab_size, 151936"), ("</s>", "is '</s>', but must be an integer")],
+)
+def test_a_wrong_end_of_sequence_id_is_looked_for_in_its_own_file(
+    tmp_path: Path, file: str, value: object, words: str
+) -> None:
+    right = {"config.json": _QWEN, "generation_config.json": {"eos_token_id": [151645]}}
+    for name, values in right.items():
+        changed = values | {"eos_token_id": value} if name == file else values
+        (tmp_path / name).write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError) as caught:
+        parse_config(tmp_path)
+    assert caught.value.message.startswith(f"{tmp_path / file}: eos_token_id {words}")
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "words"),
     [
