@@ -114,9 +114,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     self._core.engine.abort(request_id, choice)
                 if remote:
                     await self._admit(engine_request, call, outbox, context)
-                elif self._receiver is not None:
-                    self.local_prefills.count(Cause.WHOLE_REQUEST, request_id, len(request.token_ids), 0)
-                await self._stream(call, outbox, context)
+                await self._stream(call, outbox, context, None if remote else engine_request)
             finally:
                 await self._free(request_id)
 
@@ -162,14 +160,23 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             )
         )
 
-    async def _stream(self, call: _Call, outbox: Outbox, context: Context) -> None:
+    async def _stream(self, call: _Call, outbox: Outbox, context: Context, whole: EngineRequest | None) -> None:
+        """Writes what comes until every choice has ended. `whole`: a request that nobody offered to hand over."""
         chunkers = [Chunker() for _ in range(call.num_choices)]
         num_open = call.num_choices
         while num_open:
             for batch in await outbox.take():
+                if whole is not None and batch.tokens:
+                    self._count_whole(whole, batch.num_cached)
+                    whole = None
                 for chunk in chunkers[batch.choice].cut(batch):
                     await context.write(decode_pb2.GenerateEvent(chunk=chunk))
                 num_open -= batch.finish is not None
+
+    def _count_whole(self, request: EngineRequest, num_cached: int) -> None:
+        """Its prompt has been computed here; where no handoff could be taken, that is nothing to tell."""
+        if self._receiver is not None:
+            self.local_prefills.count(Cause.WHOLE_REQUEST, request.request_id, len(request.prompt), num_cached)
 
     async def _free(self, request_id: RequestId) -> None:
         """The blocks go back to the pool only when no write of the handoff can touch them any more.

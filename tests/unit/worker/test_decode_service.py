@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.engine.grammar import GrammarCompiler
 from common.engine.loop import Engine
@@ -244,12 +245,27 @@ async def test_nothing_is_said_of_a_local_prefill_that_was_aborted_before(rig: R
     assert rig.local_prefills() == counted(0, 0)
 
 
-async def test_a_whole_request_is_counted_apart(rig: Rig) -> None:
-    call = rig.call(site=decode_pb2.PREFILL_SITE_LOCAL)
-    await rig.engine.submitted.wait()
-    await rig.tell(Progress(ID, (SampledToken(5),), None, Finish(FinishReason.LENGTH)))
-    await call
+async def test_a_whole_request_is_counted_apart_once_its_prompt_is_computed(rig: Rig) -> None:
+    with capture_logs() as logs:
+        call = rig.call(n=2, site=decode_pb2.PREFILL_SITE_LOCAL)
+        await rig.engine.submitted.wait()
+        await asyncio.sleep(0)  # the call goes on to where it waits for the first event
+        assert rig.local_prefills() == counted(0, 0)
+        for choice in range(2):
+            await rig.tell(Progress(ID, (SampledToken(5),), None, None, choice, num_cached=48))
+            await rig.tell(Progress(ID, (SampledToken(6),), None, Finish(FinishReason.LENGTH), choice))
+        await call
     [request] = rig.engine.requests
     assert (request.work, request.local_prefill_max_tokens) == (Work.WHOLE, 0)
-    assert [event.chunk.finish_reason for event in rig.sent] == [types_pb2.FINISH_REASON_LENGTH]
     assert rig.local_prefills() == counted(0, 1)
+    [told] = [entry for entry in logs if entry["event"] == "local_prefill"]
+    assert (told["cause"], told["num_tokens"], told["num_cached"]) == ("whole_request", 1, 48)
+
+
+async def test_a_whole_request_that_ended_before_its_first_token_is_not_counted(rig: Rig) -> None:
+    call = rig.call(site=decode_pb2.PREFILL_SITE_LOCAL)
+    await rig.engine.submitted.wait()
+    assert await rig.service.abort(ID)
+    await rig.tell(Progress(ID, (), None, Finish(FinishReason.ABORT)))
+    await call
+    assert rig.local_prefills() == counted(0, 0)
