@@ -54,9 +54,6 @@ class ModelSettings(LogSettings):
     num_kv_blocks: int | None = Field(
         None, gt=1, description="KV cache per worker in blocks, instead of --kv-cache-memory."
     )
-    swap_space: ByteAmount = Field(
-        4 * 2**30, description="Host memory for KV of preempted sequences; what does not fit is computed again."
-    )
     max_num_batched_tokens: int = Field(256, gt=0, description="Tokens per engine step: the size of a prefill chunk.")
     max_num_seqs: int = Field(64, gt=0, description="Sequences in the running batch.")
     max_waiting: int = Field(1024, gt=0, description="Requests that may wait for blocks; one more is refused (429).")
@@ -116,6 +113,15 @@ class LocalPrefillSettings(LogSettings):
     )
 
 
+class PreemptionSettings(LogSettings):
+    """What becomes of sequences that lose their KV blocks; prefill workers preempt nobody."""
+
+    swap_space: ByteAmount = Field(
+        4 * 2**30,
+        description="Host memory of a decode worker for KV of preempted sequences; what exceeds it is computed again.",
+    )
+
+
 class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings):
     """One prefill or decode worker."""
 
@@ -134,11 +140,19 @@ class PrefillSettings(WorkerSettings):
     """moerelay prefill worker: computes prompts and hands KV and routing rows to decode workers."""
 
 
-class DecodeSettings(WorkerSettings, LocalPrefillSettings):
+class DecodeSettings(WorkerSettings, LocalPrefillSettings, PreemptionSettings):
     """moerelay decode worker: receives handoffs (or, as role both, prefills itself) and generates tokens."""
 
     role: Literal["decode", "both"] = Field("decode", description="both: prefill here too, no handoff.")
     handoff_endpoint: str | None = Field(None, description="ZMQ endpoint to bind; default: tcp on --host, free port.")
+
+    @model_validator(mode="after")
+    def _leaves_prompts_to_others(self) -> Self:
+        if self.role == "both" and self.local_prefill_max_tokens:
+            raise ValueError(
+                "--local-prefill-max-tokens has no effect with --role both, which computes every prompt; leave it out"
+            )
+        return self
 
 
 class ApiSettings(LinkSettings):
@@ -204,7 +218,7 @@ class RouterSettings(ApiSettings):
     enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Return routing rows.")
 
 
-class UpSettings(ModelSettings, HandoffSettings, LocalPrefillSettings, ApiSettings):
+class UpSettings(ModelSettings, HandoffSettings, LocalPrefillSettings, PreemptionSettings, ApiSettings):
     """Start a whole cluster on this machine and print one line on stdout when it serves."""
 
     prefill: int = Field(1, ge=0, description="Number of prefill workers; none in aggregated mode.")
@@ -220,4 +234,18 @@ class UpSettings(ModelSettings, HandoffSettings, LocalPrefillSettings, ApiSettin
             raise ValueError(
                 "--prefill must be at least 1 in disaggregated mode; for one process use --mode aggregated"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_something_to_do_without(self) -> Self:
+        if self.mode == "aggregated":
+            given = {
+                "--local-prefill-max-tokens": self.local_prefill_max_tokens,
+                "--allow-aggregated-fallback": self.allow_aggregated_fallback,
+            }
+            if ignored := [flag for flag, value in given.items() if value]:
+                raise ValueError(
+                    f"no effect with --mode aggregated, where workers compute every prompt that they decode: leave out "
+                    f"{' and '.join(ignored)}"
+                )
         return self

@@ -22,7 +22,7 @@ from decode_worker.service import DecodeService
 
 async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> None:
     """Serves until told to stop; everything it opened is closed when it returns."""
-    core = build_core(settings, path, config)
+    core = build_core(settings, path, config, swap_space_bytes=settings.swap_space)
     lifecycle = Lifecycle()
     server = WorkerServer(settings, lifecycle)
     instance_id = new_instance_id()

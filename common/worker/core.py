@@ -50,8 +50,10 @@ class WorkerCore:
         await asyncio.to_thread(self.engine.join)
 
 
-def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> WorkerCore:
+def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swap_space_bytes: int = 0) -> WorkerCore:
     """Loads the checkpoint and assembles the engine; the engine thread is not started yet.
+
+    `swap_space_bytes`: host memory for sequences that are preempted, where some are.
 
     Raises:
         StartupError: a setting does not fit the checkpoint, or the checkpoint is broken.
@@ -76,7 +78,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig) -> Wor
             max_waiting=settings.max_waiting,
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
-            swap_space_bytes=settings.swap_space,
+            swap_space_bytes=swap_space_bytes,
         ),
         eos_token_ids=config.eos_token_ids,
         on_events=bridge.deliver,

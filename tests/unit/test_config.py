@@ -46,6 +46,7 @@ def test_help_lists_the_file(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "m", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size must be 1: routing rows cannot"),
         (["--model", "m", "--prefill-context-parallel-size", "4"], "--prefill-context-parallel-size"),
         (["--model", "m", "--handoff-timeout-s", "nan"], "--handoff-timeout-s"),
+        (["--model", "m", "--role", "both", "--local-prefill-max-tokens", "1"], "--local-prefill-max-tokens .*--role"),
         ([], "--model"),
         (["--config"], "--config"),
         (["--config", "/no/such/file.toml"], "--config"),
@@ -104,6 +105,21 @@ def test_an_ipv6_address_needs_brackets() -> None:
 def test_disaggregated_needs_prefill() -> None:
     with pytest.raises(ConfigError, match="--prefill"):
         load_settings(UpSettings, ["--model", "m", "--prefill", "0"], prog="p", environ={})
+
+
+@pytest.mark.parametrize("flag", ["--allow-aggregated-fallback", "--local-prefill-max-tokens=16"])
+def test_flags_that_aggregated_mode_would_ignore(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"no effect with --mode aggregated.* leave out {flag.partition('=')[0]}$"):
+        load_settings(UpSettings, ["--model", "m", "--mode", "aggregated", flag], prog="p", environ={})
+    load_settings(UpSettings, ["--model", "m", flag], prog="p", environ={})
+
+
+def test_a_prefill_worker_preempts_nobody() -> None:
+    argv = ["--model", "m", "--swap-space", "1GiB"]
+    assert load_settings(DecodeSettings, argv, prog="p", environ={}).swap_space == 2**30
+    with pytest.raises(ConfigError, match="--swap-space"):
+        load_settings(PrefillSettings, argv, prog="p", environ={})
+    load_settings(PrefillSettings, argv[:2], prog="p", environ={"MOERELAY_SWAP_SPACE": "1GiB"})
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ async def test_settings_reach_the_services_as_flags(
         "num_threads": 3,
         "dtype": "bfloat16",
         "local_prefill_max_tokens": 32,
+        "swap_space": "1MiB",
         "allow_aggregated_fallback": True,
     }
     async with start_cluster(**settings, served_model_name="tiny model", stream_routed_experts="final") as cluster:
@@ -152,6 +153,7 @@ async def test_settings_reach_the_services_as_flags(
     assert decode["enable_return_routed_experts"] is router["enable_return_routed_experts"] is False
     assert decode["handoff_endpoint"].startswith("ipc://")
     assert (decode["local_prefill_max_tokens"], router["allow_aggregated_fallback"]) == (32, True)
+    assert decode["swap_space"] == 2**20
     assert (router["served_model_name"], router["stream_routed_experts"]) == ("tiny model", "final")
     assert len(router["prefill"]) == len(router["decode"]) == 1
 
