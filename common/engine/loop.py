@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from common.engine.core import EngineCore
 from common.engine.limits import EngineLimits
 from common.engine.request import EngineEvent, EngineLoad, EngineRequest, Failed, RequestId
 from common.engine.stats import EngineStats
+from common.engine.visits import Visits, run_visit
 from common.errors import UnavailableError
 from common.kv.pool import BlockPool
 from common.kv.store import KVStore
@@ -70,7 +71,7 @@ class Engine:
         self._frozen = False
         #: Futures of freezes that wait for open prompts.
         self._settling: list[Future[None]] = []
-        self._visits = _Visits()
+        self._visits = Visits()
         self._load = self._core.load()
         self._num_threads = 1
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -156,7 +157,7 @@ class Engine:
         """
         future: Future[ResultT] = Future()
         if self._visits.enter(future):
-            self._commands.put(partial(_run_visit, visit, future))
+            self._commands.put(partial(run_visit, visit, future))
         return future
 
     # --- requests
@@ -280,46 +281,6 @@ class Engine:
             self._core.cancel(request_id)
         self._load = self._core.load()
         self._visits.close()
-
-
-class _Visits:
-    """The futures of calls that the engine thread has not run yet; none stays without an outcome when it ends."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pending: set[Future[Any]] = set()
-        self._closed = False
-
-    def enter(self, future: Future[Any]) -> bool:
-        """False if the engine has ended: the future has failed."""
-        future.add_done_callback(self._pending.discard)
-        with self._lock:
-            if self._closed:
-                self._fail(future)
-                return False
-            self._pending.add(future)
-            return True
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            pending = list(self._pending)
-        for future in pending:
-            self._fail(future)
-
-    @staticmethod
-    def _fail(future: Future[Any]) -> None:
-        if future.set_running_or_notify_cancel():
-            future.set_exception(UnavailableError("the engine has stopped; restart this worker"))
-
-
-def _run_visit(visit: Callable[[], ResultT], future: Future[ResultT]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(visit())
-    except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the caller, not to the engine
-        future.set_exception(error)
 
 
 def _nothing() -> None:
