@@ -1,8 +1,8 @@
 """KV, routing rows and prompt logprobs as raw bytes, and back into the store: the payload frames of a chunk.
 
 KV is the contiguous tensor [L, C, n, G, D], rows are ids [n, L, K], both little-endian; rows are empty when the request
-wants no routing. (L layers, C planes, n tokens, G KV heads, D head size, K experts per token.) Prompt logprobs are packed as in
-`common.prompt_logprobs`; they do not go into the store.
+wants no routing. (L layers, C planes, n tokens, G KV heads, D head size, K experts per token.) Prompt logprobs are
+packed as in `common.prompt_logprobs`; they do not go into the store.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """The memory behind the block pool: K, V and routing rows, slot by slot.
 
-Shape suffixes: L layers, C planes (0 is K, 1 is V; or one for both), S slots, G KV heads, D head size, K experts per token. Slot `s` is token `s % block_size` of
-block `s // block_size`. KV lives on the device; rows live in host memory, because they leave over the network.
+Shape suffixes: L layers, C planes (0 is K, 1 is V; or one for both), S slots, G KV heads, D head size, K experts per
+token. Slot `s` is token `s % block_size` of block `s // block_size`. KV lives on the device; rows live in host memory,
+because they leave over the network.
 """
 
 from collections.abc import Iterable, Sequence
