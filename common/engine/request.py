@@ -35,7 +35,7 @@ class EngineRequest:
     sampling: SamplingParams
     routing_start: int | None
     work: Work = Work.WHOLE
-    #: Lower is admitted first; equal ones in order of arrival.
+    #: Lower is admitted first and preempted last; equal ones in order of arrival.
     priority: int = 0
     #: Compiled from `sampling.grammar`, nothing accepted yet; every choice gets a fork.
     matcher: GrammarMatcher | None = field(default=None, compare=False)
