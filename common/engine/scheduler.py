@@ -3,6 +3,7 @@
 Continuous batching with chunked prefill (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024).
 """
 
+from common.engine.allotment import Allotment
 from common.engine.batch import Round, ScheduledBatch
 from common.engine.forecast import forecast
 from common.engine.group import ChoiceGroup
@@ -14,7 +15,6 @@ from common.engine.saved import SavedRange
 from common.engine.sequence import Phase, SequenceState
 from common.engine.swap import SwapSpace
 from common.kv.cache import PrefixCache
-from common.kv.chain import TokenChain
 from common.kv.pool import BlockId, BlockPool
 from common.model.batch import Chunk
 
@@ -45,6 +45,7 @@ class Scheduler:
         self._limits = limits
         self._cache = cache
         self._swap = swap
+        self._allotment = Allotment(pool, cache, swap)
         self._block_size = cache.block_size
         self._live: dict[RequestId, ChoiceGroup] = {}
         self._num_arrived = 0
@@ -59,7 +60,7 @@ class Scheduler:
         """Puts the request into the waiting line, behind those of its priority."""
         assert request.request_id not in self._live, f"{request.request_id!r} is live"
         self._num_arrived += 1
-        group = ChoiceGroup(request, self._num_arrived, self._chain(request), self._cache.epoch)
+        group = ChoiceGroup(request, self._num_arrived, self._allotment.chain(request), self._cache.epoch)
         self._live[request.request_id] = group
         self._line.add(group.prompt)
 
@@ -92,7 +93,7 @@ class Scheduler:
         return next((s for s in self._line if s.phase is Phase.PREEMPTED or _is_awaited(s)), None)
 
     def _try_admit(self, sequence: SequenceState) -> bool:
-        while not self._try_give_blocks(sequence):
+        while not self._allotment.try_give(sequence, self._reserve(sequence)):
             if self._seated or not self._preemptor.try_preempt_fork(sequence):
                 return False
         self._line.remove(sequence)
@@ -100,64 +101,13 @@ class Scheduler:
         self._seated[sequence] = None
         return True
 
-    def _try_give_blocks(self, sequence: SequenceState) -> bool:
-        """Those of all tokens that are known, or none."""
-        cached = self._find_cached(sequence)
-        self._pool.share(cached)
-        num_blocks = sequence.num_blocks(self._block_size)
-        missing = num_blocks - len(sequence.blocks) - len(cached)
-        spare = self._pool.num_available - missing
-        if spare < 0 or spare < self._reserve(sequence, num_blocks):
-            self._pool.release(cached)
-            return False
-        self._take_over(sequence, cached)
-        sequence.blocks += (*cached, *(self._pool.try_allocate(missing) or ()))
-        return True
-
-    def _reserve(self, sequence: SequenceState, num_blocks: int) -> int:
-        """Blocks that must be left when `sequence` comes in with so many, lest somebody is preempted at once."""
+    def _reserve(self, sequence: SequenceState) -> int:
+        """Blocks that must be left when `sequence` comes in, lest somebody is preempted at once."""
         if not self._seated:
             return 0
         size = self._block_size
         growing = sum(len(s.blocks) < s.max_blocks(size) for s in self._seated)
-        return growing + (num_blocks < sequence.max_blocks(size))
-
-    def _take_over(self, sequence: SequenceState, cached: list[BlockId]) -> None:
-        """Counts what is in the blocks, or is copied into them, when the sequence comes in."""
-        num_cached = len(cached) * self._block_size
-        if sequence.phase is Phase.WAITING:
-            sequence.num_cached = sequence.num_computed = num_cached
-        if sequence.phase is Phase.PREEMPTED:
-            self._swap.give_back(sequence)
-            sequence.num_computed = max(sequence.num_computed, num_cached)
-        if sequence.phase is not Phase.FORKED:
-            sequence.num_shared = len(cached)
-
-    def _find_cached(self, sequence: SequenceState) -> list[BlockId]:
-        """Blocks of the cached prefix. At least the last known token is forwarded, for what is sampled after it."""
-        if sequence.phase is Phase.WAITING:
-            self._begin_under_weights_in_use(sequence)
-            if sequence.request.sampling.prompt_logprobs is not None:
-                return []  # every position's logits are wanted
-        elif sequence.phase is Phase.FORKED or sequence.epoch != self._cache.epoch:
-            return []
-        if not self._cache.enabled:
-            return []
-        max_tokens = len(sequence.token_ids) - 1
-        sequence.chain.grow(sequence.token_ids, max_tokens)
-        return self._cache.find(sequence.chain, max_tokens, rows=sequence.wants_rows)
-
-    def _begin_under_weights_in_use(self, prompt: SequenceState) -> None:
-        prompt.weights = self._cache.num_weight_changes
-        if prompt.epoch != self._cache.epoch:  # other weights came while it waited
-            prompt.chain, prompt.epoch = self._chain(prompt.request), self._cache.epoch
-
-    def _chain(self, request: EngineRequest) -> TokenChain:
-        """Names of the prompt's full blocks, under the weights in use."""
-        chain = self._cache.chain(request.cache_salt)
-        if self._cache.enabled:
-            chain.grow(request.prompt, len(request.prompt))
-        return chain
+        return growing + (sequence.num_blocks(size) < sequence.max_blocks(size))
 
     # --- steps
 
