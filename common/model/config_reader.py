@@ -11,7 +11,8 @@ _LARGEST = 2**31 - 1
 
 
 class ConfigReader:
-    """Reads one JSON object. A key that is absent or null takes the default; without a default it is an error.
+    """Reads one JSON object. A key that is absent or null takes the default; without a default it is an error. Where
+    null means something else, there is a method that says what.
 
     Where several names are given they are spellings of the same setting, and may not contradict each other.
     """
@@ -21,7 +22,11 @@ class ConfigReader:
         self.source = source
 
     def raw(self, *names: str) -> Any:
-        """The value under any of these names, or None if all are absent or null. Raises CheckpointError if two differ."""
+        """The value under any of these names, or None if all are absent or null.
+
+        Raises:
+            CheckpointError: there are two values, and they differ.
+        """
         present = [name for name in names if self._values.get(name) is not None]
         if not present:
             return None
@@ -31,12 +36,26 @@ class ConfigReader:
                 self.fail(other, self._values[other], f"what {first} is, {self._values[first]!r}, which means the same")
         return self._values[first]
 
+    def is_null(self, *names: str) -> bool:
+        """Whether the key is there and null, under any of these names, and has no value under another."""
+        return any(name in self._values for name in names) and self.raw(*names) is None
+
     def count(self, *names: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self._present(names, default)
         if type(value) is not int or not 1 <= value <= _LARGEST:
             self.fail(names[0], value, f"a positive integer, at most {_LARGEST}")
         return value
+
+    def optional_count(self, *names: str, default: int | None) -> int | None:
+        """A positive integer, or None where the key is null; an absent key takes the default."""
+        return None if self.is_null(*names) else default if self.raw(*names) is None else self.count(*names)
+
+    def count_not_null(self, name: str, *, default: int) -> int:
+        """A positive integer; an absent key takes the default, but null is an error."""
+        if self.is_null(name):
+            self.fail(name, None, "a positive integer")
+        return self.count(name, default=default)
 
     def whole(self, *names: str, default: int | None = None) -> int:
         """An integer that is not negative."""
@@ -53,7 +72,8 @@ class ConfigReader:
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        value = self._present((name,), default)
+        """True or false; null is false, and an absent key takes the default."""
+        value = self._present((name,), default=False if self.is_null(name) else default)
         if type(value) is not bool:
             self.fail(name, value, "true or false")
         return value

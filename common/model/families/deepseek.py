@@ -1,10 +1,11 @@
 """DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437): latent attention, shared experts, grouped routing.
 
-What published configurations leave open is decided as in transformers. Where it and DeepSeek's own code compute
-different things from one configuration, that is refused.
+Keys that are left out mean what they mean in transformers. Where it and DeepSeek's own code compute different things
+from one configuration, that is refused.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from common.model.config import ExpertsConfig, LatentAttention, ModelConfig, RouterConfig
@@ -13,6 +14,18 @@ from common.model.families.family import Family, all_but_first_layers, read_mode
 from common.model.rope_config import read_rotary_share, read_softmax_scale_factor
 
 _NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """What a family has where no key says so."""
+
+    num_shared_experts: int
+    #: First layers that are dense.
+    num_dense: int = 0
+    num_extra_layers: int = 0
+    #: None: as many as query heads.
+    num_kv_heads: int | None = None
 
 
 def _read_v2(reader: ConfigReader) -> ModelConfig:
@@ -27,7 +40,7 @@ def _read_v2(reader: ConfigReader) -> ModelConfig:
         num_groups=reader.count("n_group") if by_groups else 1,
         num_groups_kept=reader.count("topk_group") if by_groups else 1,
     )
-    return _read(reader, "deepseek_v2", router, interleaved=True, num_dense=0)
+    return _read(reader, "deepseek_v2", router, interleaved=True, defaults=_Defaults(num_shared_experts=2))
 
 
 def _read_v3(reader: ConfigReader) -> ModelConfig:
@@ -38,12 +51,13 @@ def _read_v3(reader: ConfigReader) -> ModelConfig:
         scale=reader.number("routed_scaling_factor", default=2.5),
         correction_bias=True,
         fp32=True,
-        num_groups=reader.count("n_group"),
-        num_groups_kept=reader.count("topk_group"),
+        num_groups=reader.count_not_null("n_group", default=8),
+        num_groups_kept=reader.count_not_null("topk_group", default=4),
         num_group_scores=2,
     )
     interleaved = reader.flag("rope_interleave", default=True)
-    return _read(reader, "deepseek_v3", router, interleaved=interleaved, num_dense=3, num_extra_layers=1)
+    defaults = _Defaults(num_dense=3, num_extra_layers=1, num_shared_experts=1, num_kv_heads=128)
+    return _read(reader, "deepseek_v3", router, interleaved=interleaved, defaults=defaults)
 
 
 def _read(
@@ -52,40 +66,44 @@ def _read(
     router: RouterConfig,
     *,
     interleaved: bool,
-    num_dense: int,
-    num_extra_layers: int = 0,
+    defaults: _Defaults,
 ) -> ModelConfig:
-    """`num_dense` and `num_extra_layers` are what the family has where no key says so."""
     if reader.raw("moe_layer_freq") not in (None, 1):
         wanted = "1; implementations differ in which layers are MoE layers otherwise"
         reader.fail("moe_layer_freq", reader.raw("moe_layer_freq"), wanted)
     size = reader.count("moe_intermediate_size")
-    num_shared = reader.whole("n_shared_experts", default=0)
+    num_shared = _read_num_shared(reader, defaults.num_shared_experts)
     return read_model(
         reader,
         family,
-        attention=_read_attention(reader, interleaved=interleaved),
+        attention=_read_attention(reader, defaults.num_kv_heads, interleaved=interleaved),
         experts=ExpertsConfig(reader.count(*_NUM_EXPERTS), size, shared_size=num_shared * size or None),
         router=router,
-        moe_layers=all_but_first_layers(reader, default=num_dense),
+        moe_layers=all_but_first_layers(reader, default=defaults.num_dense),
         dense_size=reader.count("intermediate_size"),
         rope_theta=10_000.0,
         rms_norm_eps=1e-6,
-        num_extra_layers=reader.whole("num_nextn_predict_layers", "num_mtp_layers", default=num_extra_layers),
+        num_extra_layers=reader.whole("num_nextn_predict_layers", "num_mtp_layers", default=defaults.num_extra_layers),
     )
 
 
-def _read_attention(reader: ConfigReader, *, interleaved: bool) -> LatentAttention:
+def _read_num_shared(reader: ConfigReader, default: int) -> int:
+    """Null is 0, as in DeepSeek's own code; transformers refuses it."""
+    return 0 if reader.is_null("n_shared_experts") else reader.whole("n_shared_experts", default=default)
+
+
+def _read_attention(reader: ConfigReader, default_num_kv_heads: int | None, *, interleaved: bool) -> LatentAttention:
     """`head_dim` is not read: where it is present it repeats another size, and not always the same one."""
     num_heads, rotary_dim = reader.count("num_attention_heads"), reader.count("qk_rope_head_dim", default=64)
-    if reader.count("num_key_value_heads", default=num_heads) != num_heads:
-        reader.fail("num_key_value_heads", reader.raw("num_key_value_heads"), f"num_attention_heads, {num_heads}")
+    num_kv_heads = reader.optional_count("num_key_value_heads", default=default_num_kv_heads) or num_heads
+    if num_kv_heads != num_heads:
+        reader.fail("num_key_value_heads", num_kv_heads, f"num_attention_heads, {num_heads}")
     if rotary_dim % 2:
         reader.fail("qk_rope_head_dim", rotary_dim, "even")
     read_rotary_share(reader)
     return LatentAttention(
         num_heads=num_heads,
-        query_rank=None if reader.raw("q_lora_rank") is None else reader.count("q_lora_rank"),
+        query_rank=reader.optional_count("q_lora_rank", default=1536),
         kv_rank=reader.count("kv_lora_rank", default=512),
         plain_dim=reader.count("qk_nope_head_dim", default=128),
         rotary_dim=rotary_dim,

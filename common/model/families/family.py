@@ -116,11 +116,17 @@ def _check_layer_types(reader: ConfigReader, windows: Sequence[int | None]) -> N
         reader.fail("layer_types", kinds, wanted)
 
 
-def read_windows(reader: ConfigReader, window: int | None, windowed: Collection[int]) -> tuple[int | None, ...]:
-    """Windows of a family in which `layer_types` says which layers have one; `windowed` are those without that key."""
+def read_windows(reader: ConfigReader, default: int, windowed: Collection[int]) -> tuple[int | None, ...]:
+    """Windows of a family in which `layer_types` says which layers have one, of `sliding_window` keys each.
+
+    Args:
+        default: the window if the key is absent.
+        windowed: layers that have one if `layer_types` is absent.
+    """
     kinds = reader.raw("layer_types")
     if isinstance(kinds, list):
         windowed = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    window = reader.count_not_null("sliding_window", default=default) if windowed else None
     return tuple(window if layer in windowed else None for layer in range(reader.count("num_hidden_layers")))
 
 
@@ -134,13 +140,18 @@ def read_grouped_attention(
     sinks: bool = False,
     default_rotary_share: float | None = None,
     default_head_dim: int | None = None,
+    default_num_kv_heads: int | None = None,
 ) -> GroupedAttention:
-    """Heads from the keys that all families spell alike. `default_rotary_share` is that of `read_rotary_share`; a head
-    has `default_head_dim` dimensions where no key says how many, or its part of the hidden size.
+    """Heads from the keys that all families spell alike.
+
+    Args:
+        default_rotary_share: that of `read_rotary_share`.
+        default_head_dim: where the key is absent; None, like a key that is null: its part of the hidden size.
+        default_num_kv_heads: where the key is absent; None, like a key that is null: as many as query heads.
     """
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
-    num_kv_heads = reader.count("num_key_value_heads", default=num_heads)
-    head_dim = reader.count("head_dim", default=default_head_dim or max(hidden_size // num_heads, 1))
+    num_kv_heads = reader.optional_count("num_key_value_heads", default=default_num_kv_heads) or num_heads
+    head_dim = reader.optional_count("head_dim", default=default_head_dim) or max(hidden_size // num_heads, 1)
     if num_heads % num_kv_heads:
         reader.fail("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} attention heads")
     rotary_dim = int(head_dim * read_rotary_share(reader, default_rotary_share))

@@ -20,6 +20,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
             qkv_bias=reader.flag("attention_bias", default=False),
             qk_norm="head" if reader.flag("use_qk_norm", default=False) else None,
             default_rotary_share=0.5,
+            default_num_kv_heads=8,
         ),
         experts=ExpertsConfig(
             reader.count(*_NUM_EXPERTS), size, shared_size=size * reader.count("n_shared_experts", default=1)

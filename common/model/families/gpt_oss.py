@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from common.model.config import ExpertsConfig, ModelConfig, RouterConfig
+from common.model.config import ExpertsConfig, GroupedAttention, ModelConfig, RouterConfig
 from common.model.config_reader import ConfigReader
 from common.model.families.family import Family, TensorNames, read_grouped_attention, read_model, read_windows
 
@@ -21,7 +21,7 @@ _ROPE_SECTION: Mapping[str, Any] = {
 
 
 def _read(reader: ConfigReader) -> ModelConfig:
-    num_layers, bias = reader.count("num_hidden_layers"), reader.flag("attention_bias", default=True)
+    num_layers = reader.count("num_hidden_layers")
     experts = ExpertsConfig(
         num_experts=reader.count(*_NUM_EXPERTS),
         size=reader.count("intermediate_size"),
@@ -33,7 +33,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
     return read_model(
         reader,
         "gpt_oss",
-        attention=read_grouped_attention(reader, qkv_bias=bias, out_bias=bias, sinks=True, default_head_dim=64),
+        attention=_read_attention(reader),
         experts=experts,
         router=RouterConfig(scoring="chosen_softmax", bias=True),
         moe_layers=frozenset(range(num_layers)),
@@ -42,9 +42,16 @@ def _read(reader: ConfigReader) -> ModelConfig:
         rope_section=_ROPE_SECTION,
         rms_norm_eps=1e-5,
         # Every other layer attends to a window, from the first on, unless `layer_types` says which.
-        sliding_windows=read_windows(reader, reader.count("sliding_window", default=128), range(0, num_layers, 2)),
+        sliding_windows=read_windows(reader, 128, range(0, num_layers, 2)),
         # Published checkpoints leave it out, and hold bfloat16 beside the quantised experts.
         dtype="bfloat16",
+    )
+
+
+def _read_attention(reader: ConfigReader) -> GroupedAttention:
+    bias = reader.flag("attention_bias", default=True)
+    return read_grouped_attention(
+        reader, qkv_bias=bias, out_bias=bias, sinks=True, default_head_dim=64, default_num_kv_heads=8
     )
 
 

@@ -9,11 +9,11 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts")
 
 def _read(reader: ConfigReader) -> ModelConfig:
     num_layers = reader.count("num_hidden_layers")
-    window = None if reader.raw("sliding_window") is None else reader.count("sliding_window")
+    window = reader.optional_count("sliding_window", default=None)
     return read_model(
         reader,
         "mixtral",
-        attention=read_grouped_attention(reader),
+        attention=read_grouped_attention(reader, default_num_kv_heads=8),
         experts=ExpertsConfig(reader.count(*_NUM_EXPERTS), reader.count("intermediate_size")),
         router=RouterConfig(normalize=True),
         moe_layers=frozenset(range(num_layers)),

@@ -21,7 +21,9 @@ def _read(reader: ConfigReader) -> ModelConfig:
     return read_model(
         reader,
         "qwen2_moe",
-        attention=read_grouped_attention(reader, qkv_bias=reader.flag("qkv_bias", default=True)),
+        attention=read_grouped_attention(
+            reader, qkv_bias=reader.flag("qkv_bias", default=True), default_num_kv_heads=16
+        ),
         experts=ExpertsConfig(
             reader.count(*_NUM_EXPERTS),
             reader.count("moe_intermediate_size"),
@@ -40,9 +42,9 @@ def _read(reader: ConfigReader) -> ModelConfig:
 def _sliding_windows(reader: ConfigReader) -> tuple[int | None, ...]:
     """Once switched on, the window holds in every other layer below `max_window_layers`, as in transformers 5."""
     if not reader.flag("use_sliding_window", default=False):
-        return read_windows(reader, None, range(0))
+        return (None,) * reader.count("num_hidden_layers")
     windowed = range(0, reader.whole("max_window_layers", default=28), 2)
-    return read_windows(reader, reader.count("sliding_window"), windowed)
+    return read_windows(reader, 4096, windowed)
 
 
 def _synthetic(common: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,12 +13,12 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts")
 def _read(reader: ConfigReader) -> ModelConfig:
     # As in transformers 5 the window, once switched on, holds in every layer; `max_window_layers` is not read.
     windowed = reader.flag("use_sliding_window", default=False)
-    window = reader.count("sliding_window") if windowed else None
+    window = reader.optional_count("sliding_window", default=4096) if windowed else None
     bias = reader.flag("attention_bias", default=False)
     return read_model(
         reader,
         "qwen3_moe",
-        attention=read_grouped_attention(reader, qkv_bias=bias, out_bias=bias, qk_norm="head"),
+        attention=read_grouped_attention(reader, qkv_bias=bias, out_bias=bias, qk_norm="head", default_num_kv_heads=4),
         experts=ExpertsConfig(reader.count(*_NUM_EXPERTS), reader.count("moe_intermediate_size")),
         router=RouterConfig(normalize=reader.flag("norm_topk_prob", default=False)),
         moe_layers=sparse_step_layers(reader),

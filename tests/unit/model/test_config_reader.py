@@ -16,6 +16,16 @@ def test_any_spelling_counts() -> None:
     assert _reader(num_experts=64, num_local_experts=64).count("num_experts", "num_local_experts") == 64
 
 
+def test_null_is_told_from_absent_where_it_means_something() -> None:
+    for values, expected in (({}, 7), ({"rank": None}, None), ({"rank": 3}, 3)):
+        assert _reader(**values).optional_count("rank", "other", default=7) == expected
+    assert _reader(rank=None, other=3).optional_count("rank", "other", default=7) == 3
+    assert [_reader(**values).flag("on", default=True) for values in ({}, {"on": None})] == [True, False]
+    assert _reader().count_not_null("n_group", default=8) == 8
+    with pytest.raises(CheckpointError, match="n_group is None, but must be a positive integer"):
+        _reader(n_group=None).count_not_null("n_group", default=8)
+
+
 def test_spellings_that_contradict_each_other_are_refused() -> None:
     reader = _reader(num_experts=128, num_local_experts=64)
     with pytest.raises(CheckpointError) as caught:

@@ -178,7 +178,10 @@ def test_absent_keys_take_the_family_defaults() -> None:
     optional = ("topk_method", "scoring_func", "first_k_dense_replace", "moe_layer_freq", "routed_scaling_factor")
     assert _parse(_V2_LITE, without=optional).moe_layers == frozenset(range(27))
     assert _parse(_V2_LITE, without=optional).router == _parse(_V2_LITE).router
-    assert _parse(_V3, without=(*optional, "norm_topk_prob", "num_nextn_predict_layers")) == _parse(_V3)
+    more = ("norm_topk_prob", "num_nextn_predict_layers", "n_group", "topk_group", "n_shared_experts", "q_lora_rank")
+    assert _parse(_V3, without=(*optional, *more, "num_key_value_heads")) == _parse(_V3)
+    assert _parse(_V2, without=("q_lora_rank", "n_shared_experts", "num_key_value_heads")) == _parse(_V2)
+    assert _parse(_V3, norm_topk_prob=None).router == _parse(_V3, norm_topk_prob=False).router
 
 
 @pytest.mark.parametrize("value", [None, 0])
@@ -208,7 +211,7 @@ def test_there_may_be_no_shared_experts(value: int | None) -> None:
         (_V3, {"topk_method": "greedy"}, "topk_method is 'greedy'.*'noaux_tc'"),
         (_V3, {"scoring_func": "softmax"}, "scoring_func is 'softmax'.*'sigmoid'"),
         (_V3, {"scoring_func": "sqrtsoftplus"}, "scoring_func is 'sqrtsoftplus'"),
-        (_V3, {"n_group": None}, "n_group is missing"),
+        (_V3, {"n_group": None}, "n_group is None, but must be a positive integer"),
         (_V3, {"n_group": 256}, "n_group is 256.*2 experts"),
         (_V3, {"topk_group": 0}, "topk_group is 0"),
         (_V3, {"rope_interleave": "yes"}, "rope_interleave is 'yes'"),

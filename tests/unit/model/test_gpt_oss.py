@@ -128,6 +128,10 @@ def test_settings_reach_the_model() -> None:
     assert not config.attention.qkv_bias
     assert not config.attention.out_bias
     assert _parse(num_hidden_layers=3, layer_types=None).sliding_windows == (128, None, 128)
+    everywhere = {"layer_types": ["full_attention"] * 24}
+    assert _parse(**everywhere, sliding_window=None).sliding_windows == (None,) * 24
+    assert isinstance(attention := _parse(head_dim=None, num_attention_heads=32).attention, GroupedAttention)
+    assert attention.head_dim == 2880 // 32  # null is not absent
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,8 @@ def test_settings_reach_the_model() -> None:
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
         ({"layer_types": [["full_attention"]] * 24}, "layer_types is "),
         ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": None}, "sliding_window is None, but must be a positive integer"),
+        ({"sliding_window": None, "layer_types": None}, "sliding_window is None, but must be a positive integer"),
         ({"swiglu_limit": -7.0}, r"swiglu_limit is -7\.0"),
         ({"swiglu_alpha": "1.702"}, "swiglu_alpha is '1.702'"),
         ({"attention_bias": 1}, "attention_bias is 1"),
