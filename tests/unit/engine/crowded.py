@@ -1,0 +1,100 @@
+"""What the tests of preemption share: pools that are too small, and what happens in them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from common.kv.store import KVStore, SlotArray
+from common.model.batch import Chunk, StepOutput
+from tests.fakes.fake_runner import ROUTING, FakeRunner, fake_store
+from tests.unit.engine.rig import (
+    EOS,
+    CoreRig,
+    FakeRig,
+    Transcript,
+    greedy,
+    limits,
+    make_request,
+    solo,
+)
+
+#: KV and row of one position of FakeRunner.
+TOKEN_BYTES, ROW_BYTES = 16, 4
+POSITION_BYTES = TOKEN_BYTES + ROW_BYTES
+NOTHING, PLENTY = 0, 2**20
+
+
+def prompt_of(length: int, first: int = 3) -> list[int]:
+    return [3 + (first + 7 * i) % 40 for i in range(length)]
+
+
+def rig_of(
+    num_blocks: int, *, swap: int = PLENTY, block_size: int = 4, prefix_caching: bool = True, seats: int = 8
+) -> FakeRig:
+    bounds = limits(max_num_seqs=seats, swap_space_bytes=swap)
+    return FakeRig(num_blocks=num_blocks, block_size=block_size, bounds=bounds, prefix_caching=prefix_caching)
+
+
+def assert_solo(*transcripts: Transcript) -> None:
+    for transcript in transcripts:
+        for choice in transcript.all:
+            choice.assert_equals(solo(transcript.request, choice.choice))
+
+
+def run_until_preempted(rig: FakeRig, count: int = 1) -> None:
+    while rig.core.stats.preemptions < count:
+        assert rig.step()
+
+
+def two_that_do_not_fit(rig: FakeRig, num_prompt: int = 6, **fields: object) -> tuple[Transcript, Transcript]:
+    """Two requests of 5 blocks each, of which the second one has been preempted. The pool has 6 or 7 blocks."""
+    first, second = (
+        make_request("a", prompt_of(6, 0), greedy(14)),
+        make_request("b", prompt_of(num_prompt, 1), greedy(14)),
+    )
+    transcripts = rig.submit(first), rig.submit(replace(second, **fields))  # type: ignore[arg-type]
+    run_until_preempted(rig)
+    return transcripts
+
+
+class WatchedStore(KVStore):
+    """Counts the slots of each read of KV, and fails while `fails` is set, but not in a forward pass."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(fake_store(2).layout, ROUTING, num_blocks + 1, torch.device("cpu"), poison=True)
+        self.fails = False
+        self.reads: list[int] = []
+
+    def read_kv(self, slots: SlotArray) -> torch.Tensor:
+        self.reads.append(len(slots))
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return super().read_kv(slots)
+
+
+class CalmRunner(FakeRunner):
+    def __init__(self, store: WatchedStore) -> None:
+        super().__init__(store)
+        self._watched = store
+
+    def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
+        fails, self._watched.fails = self._watched.fails, False
+        output = super().execute(chunks)
+        self._watched.fails = fails
+        return output
+
+
+def watched_rig(num_blocks: int, seats: int = 8) -> tuple[CoreRig, WatchedStore]:
+    store = WatchedStore(num_blocks)
+    return CoreRig(CalmRunner(store), store, limits(max_num_seqs=seats), EOS), store
+
+
+def freeze(rig: FakeRig) -> int:
+    """What the engine does before it stops; the number of steps that it took."""
+    rig.core.close_admission()
+    steps = 0
+    while rig.core.has_open_prompts():
+        assert rig.step()
+        steps += 1
+    return steps
