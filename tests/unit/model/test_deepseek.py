@@ -184,6 +184,11 @@ def test_absent_keys_take_the_family_defaults() -> None:
     assert _parse(_V3, norm_topk_prob=None).router == _parse(_V3, norm_topk_prob=False).router
 
 
+def test_one_group_is_both_ways_of_choosing() -> None:
+    by_groups = _parse(_V2_LITE, topk_method="group_limited_greedy", n_group=1, topk_group=1)
+    assert by_groups == _parse(_V2_LITE)
+
+
 @pytest.mark.parametrize("value", [None, 0])
 def test_there_may_be_no_shared_experts(value: int | None) -> None:
     config = _parse(_V3, n_shared_experts=value)
