@@ -57,7 +57,8 @@ def config_from_json(values: Mapping[str, Any], generation: Mapping[str, Any], *
     _check_sizes(config, reader)
     generation_reader = ConfigReader(generation, str(Path(source).with_name("generation_config.json")))
     eos_token_ids = _read_eos(reader, config) | _read_eos(generation_reader, config)
-    return dataclasses.replace(config, eos_token_ids=eos_token_ids, quantization=read_quantization(reader))
+    quantization = read_quantization(reader, fused_experts=family.names.experts == "fused")
+    return dataclasses.replace(config, eos_token_ids=eos_token_ids, quantization=quantization)
 
 
 def _read_eos(reader: ConfigReader, config: ModelConfig) -> frozenset[int]:

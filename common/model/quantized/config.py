@@ -35,14 +35,17 @@ def block_fp8(rows: int = 128, columns: int = 128) -> Quantization:
     return Quantization("fp8", (rows, columns))
 
 
-def read_quantization(reader: ConfigReader) -> Quantization | None:
+def read_quantization(reader: ConfigReader, *, fused_experts: bool) -> Quantization | None:
     """What config.json says; None if the weights are not quantised.
 
     Which weights are quantised is not read here (`modules_to_not_convert`, `ignored_layers`): the type that a tensor
     is stored in shows it.
 
+    Args:
+        fused_experts: whether the family has the weights of all experts in one tensor, as MXFP4 needs.
+
     Raises:
-        CheckpointError: a method or variant of it that is not supported, or a wrong value.
+        CheckpointError: a method or variant of it that is not supported, or not in this family; or a wrong value.
     """
     if reader.raw("compression_config") is not None:
         reader.fail("compression_config", reader.raw("compression_config"), "absent; convert the checkpoint first")
@@ -52,21 +55,22 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
     method = section.text("quant_method")
     if method not in ("fp8", "mxfp4"):
         section.fail("quant_method", method, _SUPPORTED)
+    if method == "mxfp4" and not fused_experts:
+        wanted = "'fp8' in a family whose experts have their own tensors each; convert the checkpoint to bfloat16 first"
+        section.fail("quant_method", method, wanted)
     if method == "mxfp4":
         return MXFP4
-    # Null differs from absent here, which a reader does not tell apart.
-    is_whole = reader.raw(_KEY).get("weight_block_size", _DEFAULT_BLOCK) is None
-    return Quantization("fp8", _read_fp8_block(section, is_whole=is_whole))
+    return Quantization("fp8", _read_fp8_block(section))
 
 
-def _read_fp8_block(section: ConfigReader, *, is_whole: bool) -> tuple[int, int] | None:
+def _read_fp8_block(section: ConfigReader) -> tuple[int, int] | None:
     _require(section, "fmt", "e4m3")
     # Static means that activations are quantised with scales of the checkpoint, which nothing here computes.
     _require(section, "activation_scheme", "dynamic")
     _require(section, "expert_dtype", "fp8")
     # Both kinds of scales are read by the type that they are stored in.
     _require(section, "scale_fmt", "float", "ue8m0")
-    return None if is_whole else _read_block(section)
+    return None if section.is_null("weight_block_size") else _read_block(section)
 
 
 def _require(section: ConfigReader, name: str, *allowed: str) -> None:

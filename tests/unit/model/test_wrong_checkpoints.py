@@ -14,6 +14,7 @@ from common.errors import CheckpointError
 from common.model.families import FAMILIES, config_from_json, parse_config
 from common.model.loader import load_model
 from common.model.presets import synthetic_config
+from common.model.quantized.config import MXFP4
 from tests.unit.model.harness import CPU, make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -136,6 +137,16 @@ def test_unknown_ways_of_computing_are_refused_by_name(family: str) -> None:
         for value in values:
             with pytest.raises(CheckpointError, match=rf"config\.json: {key} is {re.escape(repr(value))}, but must be"):
                 config_from_json(config | {key: value}, {}, source="config.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_experts_in_one_tensor_can_be_mxfp4(family: str) -> None:
+    config = synthetic_config(family, "tiny", {}) | {"quantization_config": {"quant_method": "mxfp4"}}
+    if family == "gpt_oss":
+        assert config_from_json(config, {}, source="config.json").quantization == MXFP4
+    else:
+        with pytest.raises(CheckpointError, match=r"config\.json: quantization_config: quant_method is 'mxfp4'"):
+            config_from_json(config, {}, source="config.json")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

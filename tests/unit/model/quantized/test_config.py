@@ -22,8 +22,9 @@ _GPT_OSS = {
 }
 
 
-def _read(section: Any) -> Quantization | None:
-    return read_quantization(ConfigReader({"quantization_config": section}, "/m/config.json"))
+def _read(section: Any, *, fused_experts: bool = True) -> Quantization | None:
+    reader = ConfigReader({"quantization_config": section}, "/m/config.json")
+    return read_quantization(reader, fused_experts=fused_experts)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_published_forms_are_read(section: Any, expected: Quantization | None) -
 
 
 def test_a_configuration_without_the_key_is_not_quantised() -> None:
-    assert read_quantization(ConfigReader({}, "config.json")) is None
+    assert read_quantization(ConfigReader({}, "config.json"), fused_experts=True) is None
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "modelopt", "quark"])
@@ -91,7 +92,13 @@ def test_the_section_must_be_an_object() -> None:
 def test_the_former_key_of_compressed_tensors_is_refused() -> None:
     reader = ConfigReader({"compression_config": {"format": "int-quantized"}}, "config.json")
     with pytest.raises(CheckpointError, match="compression_config is"):
-        read_quantization(reader)
+        read_quantization(reader, fused_experts=True)
+
+
+def test_mxfp4_needs_experts_in_one_tensor() -> None:
+    assert _read(_DEEPSEEK_V3, fused_experts=False) == Quantization("fp8", (128, 128))
+    with pytest.raises(CheckpointError, match="quant_method is 'mxfp4', but must be 'fp8' in a family whose experts"):
+        _read(_GPT_OSS, fused_experts=False)
 
 
 @pytest.mark.parametrize("quantization", [MXFP4, block_fp8(), block_fp8(16, 8), Quantization("fp8", None)])
