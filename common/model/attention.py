@@ -39,7 +39,8 @@ class Tile:
     #: Rows of the layer's cache seen as [C S G, D], plane by plane: the keys of all heads, then the values; int64
     #: [C · X · TILE].
     cache_rows: torch.Tensor
-    #: True where a query must not see the key, [B, 1, R, TILE]; None if every query sees every key.
+    #: True where a token's queries, of whichever head, must not see the key, [B, 1, T, 1, TILE], T tokens per sequence;
+    #: None if every query sees every key.
     hidden: torch.Tensor | None
 
 
@@ -74,9 +75,10 @@ class QueryGroup:
         # A sink is a key whose value is zero: it starts the maximum and the sum.
         total = torch.zeros_like(highest) if sinks_N is None else torch.ones_like(highest)
         output = q_XRD.new_zeros((*q_XRD.shape[:2], value_dim or q_XRD.shape[2]), dtype=torch.float32)
+        query_heads = q_TND.shape[1] // num_kv_heads
         for tile in self.tiles:
             x = tile.num_sequences * num_kv_heads
-            _accumulate(tile, q_XRD[:x], cache, highest[:x], total[:x], output[:x])
+            _accumulate(tile, q_XRD[:x], query_heads, cache, highest[:x], total[:x], output[:x])
         return self._from_rows((output / total).to(q_TND.dtype), len(q_TND), q_TND.shape[1])
 
     def _start(self, q_XRD: torch.Tensor, num_kv_heads: int, sinks_N: torch.Tensor | None) -> torch.Tensor:
@@ -106,6 +108,7 @@ class QueryGroup:
 def _accumulate(
     tile: Tile,
     q_XRD: torch.Tensor,
+    query_heads: int,
     cache: torch.Tensor,
     highest: torch.Tensor,
     total: torch.Tensor,
@@ -116,14 +119,21 @@ def _accumulate(
     k_XTD, v_XTV = planes[0], planes[-1][..., : output_XRV.shape[2]]
     scores_XRT = batched_product(q_XRD, k_XTD.transpose(1, 2)).float()
     if tile.hidden is not None:
-        by_sequence = scores_XRT.view(tile.num_sequences, -1, *scores_XRT.shape[1:])
-        by_sequence.masked_fill_(tile.hidden, float("-inf"))
+        _hide(scores_XRT, tile.hidden, query_heads)
     new_highest = torch.maximum(highest, scores_XRT.amax(dim=-1, keepdim=True))
     weights_XRT = scores_XRT.sub_(new_highest).exp_()
     rescale = torch.exp(highest - new_highest)
     total.mul_(rescale).add_(weights_XRT.sum(dim=-1, keepdim=True))
     output_XRV.mul_(rescale).add_(batched_product(weights_XRT.to(v_XTV.dtype), v_XTV))
     highest.copy_(new_highest)
+
+
+def _hide(scores_XRT: torch.Tensor, hidden: torch.Tensor, query_heads: int) -> None:
+    """Takes hidden keys out, in place. Rows that pad keep theirs: keys are finite, and nobody reads the result."""
+    num_sequences, _, num_tokens, _, _ = hidden.shape
+    by_head = scores_XRT.view(num_sequences, -1, *scores_XRT.shape[1:])
+    used = by_head[:, :, : num_tokens * query_heads]
+    used.view(*by_head.shape[:2], num_tokens, query_heads, TILE).masked_fill_(hidden, float("-inf"))
 
 
 def plan_groups(
@@ -159,10 +169,10 @@ class _GroupPlanner:
         self._layout = layout
         self._num_slots = num_slots
         self._device = device
-        self._query_heads = num_heads // layout.num_kv_heads
-        self.num_rows = -(-len(chunks[0].token_ids) * self._query_heads // FP32_MULTIPLE) * FP32_MULTIPLE
+        self._num_tokens = len(chunks[0].token_ids)
+        self.num_rows = -(-self._num_tokens * (num_heads // layout.num_kv_heads) // FP32_MULTIPLE) * FP32_MULTIPLE
         self._slots_BS = self._padded_slots()
-        self._positions_BR = self._query_positions()
+        self._starts_B = np.array([chunk.start for chunk in chunks])
 
     def tiles(self) -> list[Tile]:
         first = 0 if self._window is None else max(0, min(c.start for c in self._chunks) - self._window + 1) // TILE
@@ -179,14 +189,17 @@ class _GroupPlanner:
         return Tile(count, torch.from_numpy(rows).to(self._device), self._hidden(index, count))
 
     def _hidden(self, index: int, count: int) -> torch.Tensor | None:
-        keys_T = np.arange(index * TILE, (index + 1) * TILE)
-        positions = self._positions_BR[:count, :, None]
+        first_key, starts_B = index * TILE, self._starts_B[:count]
+        # Most tiles of a long sequence: told apart first, because a mask costs more than the rest of the plan.
+        is_past = first_key + TILE - 1 <= starts_B.min()
+        if is_past and (self._window is None or first_key > starts_B.max() + self._num_tokens - 1 - self._window):
+            return None
+        keys_T = np.arange(first_key, first_key + TILE)
+        positions = (starts_B[:, None] + np.arange(self._num_tokens))[:, None, :, None, None]
         hidden = keys_T > positions
         if self._window is not None:
             hidden |= keys_T <= positions - self._window
-        if not hidden.any():
-            return None
-        return torch.from_numpy(hidden).unsqueeze(1).to(self._device)
+        return torch.from_numpy(hidden).to(self._device)
 
     def _padded_slots(self) -> IndexArray:
         """Slots of all positions up to a whole tile; the tail is the null block's slot, whose K and V are zero."""
@@ -200,9 +213,3 @@ class _GroupPlanner:
         ends = np.array([chunk.end for chunk in self._chunks])
         slots[np.arange(length) >= ends[:, None]] = NULL_BLOCK * block_size
         return slots
-
-    def _query_positions(self) -> IndexArray:
-        """Position of each query row; padding rows repeat the last one."""
-        num_tokens = len(self._chunks[0].token_ids)
-        offsets = np.minimum(np.arange(self.num_rows) // self._query_heads, num_tokens - 1)
-        return np.array([chunk.start for chunk in self._chunks])[:, None] + offsets

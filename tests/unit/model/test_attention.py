@@ -1,5 +1,7 @@
 """Tiled attention over the paged cache against plain softmax attention in NumPy."""
 
+import tracemalloc
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -85,3 +87,40 @@ def test_tiles_before_the_window_are_not_read(store: KVStore) -> None:
         (group,) = plan_groups(chunks, _HEADS, window, store.layout, store.kv_LCSGD.shape[2], _CPU)
         planned[window] = len(group.tiles)
     assert planned == {None: 3, 4: 1, 5: 1, 6: 2}
+
+
+@pytest.mark.parametrize(
+    ("window", "with_mask"),
+    [
+        # Queries 1536 to 1791 are in tile 6, and see no key of a later one.
+        (None, [6]),
+        # A window of 257 goes back to key 1280, the first of tile 5, for the first query, and not as far for others.
+        (257, [5, 6]),
+        # One that reaches from the last query to the first key of tile 2 cuts no tile after that.
+        (1280, [1, 6]),
+    ],
+)
+def test_only_tiles_that_hide_a_key_have_a_mask_and_it_has_one_row_per_token(
+    store: KVStore, window: int | None, with_mask: list[int]
+) -> None:
+    chunk = _Sequence(store, 7 * TILE, 1).chunk(6 * TILE, 7 * TILE)
+    (group,) = plan_groups([chunk], _HEADS, window, store.layout, store.kv_LCSGD.shape[2], _CPU)
+    masks = {index: tile.hidden for index, tile in enumerate(reversed(group.tiles)) if tile.hidden is not None}
+    assert sorted(6 - index for index in masks) == with_mask
+    assert {tuple(mask.shape) for mask in masks.values()} == {(1, 1, TILE, 1, TILE)}
+    causal = np.triu(np.ones((TILE, TILE), bool), 1)
+    assert np.array_equal(masks[0].numpy()[0, 0, :, 0], causal)
+
+
+def test_planning_many_heads_over_a_long_context_takes_little_memory() -> None:
+    """128 query heads of one KV head, 256 tokens behind 32k: a mask for every head alone would be 8 MiB per tile."""
+    layout = KVLayout(1, 1, 64, _BLOCK, torch.bfloat16)
+    blocks = [BlockId(1 + i) for i in range(2100)]
+    chunk = Chunk([0] * TILE, 128 * TILE, blocks, wants_logits=False, wants_rows=False)
+    tracemalloc.start()
+    try:
+        plan_groups([chunk], 128, None, layout, 2200 * _BLOCK, _CPU)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * 2**20
