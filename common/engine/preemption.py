@@ -1,11 +1,12 @@
 """Blocks for the next token of every decoding sequence, taken from the least urgent ones if need be. Sans-I/O."""
 
-from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from common.engine.line import WaitingLine, urgency_of
 from common.engine.sequence import Phase, SequenceState
 from common.engine.swap import SwapSpace
+from common.engine.victims import Victims
 from common.kv.cache import PrefixCache
 from common.kv.pool import BlockId, BlockPool
 
@@ -71,11 +72,21 @@ class Preemptor:
         size = self._cache.block_size
         lacking = [s for s in self._seated if s.phase is Phase.DECODING and len(s.token_ids) > len(s.blocks) * size]
         if len(lacking) > self._pool.num_available:
-            lacking.sort(key=urgency_of)
-        for sequence in lacking:
-            if sequence.phase is Phase.DECODING:  # or a more urgent one has just taken its blocks
-                self._grow(sequence)
+            self._grow_by_urgency(lacking)
+        else:
+            for sequence in lacking:
+                self._add_block(sequence)
         self._grow_ahead()
+
+    def _grow_by_urgency(self, lacking: list[SequenceState]) -> None:
+        """Not all of them can have a block without taking it from others."""
+        victims = Victims(self._pool, [s for s in self._seated if s.phase in _PREEMPTIBLE], self._line)
+        for sequence in sorted(lacking, key=urgency_of):
+            # Or a more urgent one has just taken its blocks; it may be the last victim itself.
+            while sequence.phase is Phase.DECODING and not self._pool.num_available:
+                self.try_preempt(victims)
+            if sequence.phase is Phase.DECODING:
+                self._add_block(sequence)
 
     def _grow_ahead(self) -> None:
         """Whose blocks are full with the token that is forwarded next gets one more, so that the step after the next
@@ -87,40 +98,26 @@ class Preemptor:
                 return
             is_full = len(sequence.token_ids) == len(sequence.blocks) * size
             if is_full and sequence.phase is Phase.DECODING and len(sequence.blocks) < sequence.max_blocks(size):
-                self._add(sequence, self._pool.try_allocate(1) or [])
+                self._add_block(sequence)
 
-    def _grow(self, sequence: SequenceState) -> None:
-        while (block := self._pool.try_allocate(1)) is None:
-            victim = self._least_urgent()
-            self._preempt(victim)
-            if victim is sequence:
-                return
-        self._add(sequence, block)
-
-    def _add(self, sequence: SequenceState, blocks: list[BlockId]) -> None:
+    def _add_block(self, sequence: SequenceState) -> None:
+        blocks = self._pool.try_allocate(1)
+        assert blocks is not None, f"{sequence.name} grows while no block is available"
         sequence.blocks += tuple(blocks)
         self._changes.grown += [(sequence, block) for block in blocks]
 
-    def _least_urgent(self) -> SequenceState:
-        """Whoever asks is one of them."""
-        candidates = [s for s in self._seated if s.phase in (Phase.DECODING, Phase.RECOMPUTING)]
-        return max(candidates + self._idle_forks(), key=urgency_of)
+    def victims_for(self, head: SequenceState, cached: Collection[BlockId]) -> Victims:
+        """Whose blocks may keep the head of the line waiting, which would share `cached`."""
+        return Victims(self._pool, (), self._line, {*head.blocks, *cached})
 
-    def _idle_forks(self) -> list[SequenceState]:
-        """FORKED choices whose prompt is held by such choices alone: with the last of them its blocks are free."""
-        forks = [s for s in self._line if s.phase is Phase.FORKED and s.blocks]
-        holders = Counter(s.blocks[-1] for s in forks)
-        return [s for s in forks if holders[s.blocks[-1]] == self._pool.num_references(s.blocks[-1])]
-
-    def try_preempt_fork(self, head: SequenceState) -> bool:
-        """Takes the blocks of the least urgent FORKED choice that may keep `head` waiting; False if there is none."""
-        forks = [s for s in self._line if s.phase is Phase.FORKED and s.blocks and not _is_sibling(s, head)]
-        if not forks:
+    def try_preempt(self, victims: Victims) -> bool:
+        """Takes the blocks of the least urgent of them; False if none is left."""
+        if (victim := victims.pop()) is None:
             return False
-        self._preempt(max(forks, key=urgency_of))
+        self._preempt(victim, victims)
         return True
 
-    def _preempt(self, victim: SequenceState) -> None:
+    def _preempt(self, victim: SequenceState, victims: Victims) -> None:
         """Takes all blocks of a sequence and puts it into the line, with a copy of what was in them or without."""
         num_computed, in_blocks = victim.num_computed, victim.num_computed
         if victim.phase is Phase.FORKED:
@@ -132,6 +129,7 @@ class Preemptor:
             victim.num_computed, victim.saved, in_blocks = 0, (), 0
         self._changes.preempted.append(Preemption(victim, victim.blocks, in_blocks, num_computed))
         self._changes.freed += self._pool.release(victim.blocks)
+        victims.took(victim)
         victim.phase, victim.blocks, victim.num_shared = Phase.PREEMPTED, (), 0
 
     def _try_keep(self, victim: SequenceState) -> bool:
@@ -144,6 +142,5 @@ class Preemptor:
         return True
 
 
-def _is_sibling(sequence: SequenceState, head: SequenceState) -> bool:
-    """Both are FORKED choices of one prompt: whatever blocks the one holds, so does the other."""
-    return head.phase is Phase.FORKED and sequence.request is head.request
+#: Whoever computes generated tokens.
+_PREEMPTIBLE = (Phase.DECODING, Phase.RECOMPUTING)

@@ -93,13 +93,25 @@ class Scheduler:
         return next((s for s in self._line if s.phase is Phase.PREEMPTED or _is_awaited(s)), None)
 
     def _try_admit(self, sequence: SequenceState) -> bool:
-        while not self._allotment.try_give(sequence, self._reserve(sequence)):
-            if self._seated or not self._preemptor.try_preempt_fork(sequence):
-                return False
+        if not (self._try_give_blocks(sequence) or self._try_free_blocks(sequence)):
+            return False
         self._line.remove(sequence)
         sequence.phase = _phase_at_admission(sequence)
         self._seated[sequence] = None
         return True
+
+    def _try_give_blocks(self, sequence: SequenceState) -> bool:
+        return self._allotment.try_give(sequence, self._reserve(sequence))
+
+    def _try_free_blocks(self, sequence: SequenceState) -> bool:
+        """Gives a sequence its blocks by taking them from others, where nobody else is going to free any."""
+        if self._seated:
+            return False
+        victims = self._preemptor.victims_for(sequence, self._allotment.find_cached(sequence))
+        while self._preemptor.try_preempt(victims):
+            if self._try_give_blocks(sequence):
+                return True
+        return False
 
     def _reserve(self, sequence: SequenceState) -> int:
         """Blocks that must be left when `sequence` comes in, lest somebody is preempted at once."""

@@ -214,3 +214,28 @@ def test_waiting_choices_keep_a_prompt_that_would_not_become_free() -> None:
     for choice in (0, 2, 3):
         got.all[choice].assert_equals(solo(got.request, choice))
     rig.assert_baseline()
+
+
+@pytest.mark.parametrize("sharer", ["urgent", "held"])
+def test_waiting_choices_keep_a_prompt_from_which_whoever_is_more_urgent_would_gain_nothing(sharer: str) -> None:
+    """It shares those blocks itself, or somebody else does, who keeps them: there is nothing to be had but copies."""
+    shared = prompt_of(8)
+    prompts = {"held": prompt_of(12, 1), "urgent": prompt_of(20, 2)}
+    prompts[sharer] = shared + prompts[sharer][8:]
+    rig = rig_of(7 if sharer == "urgent" else 6, seats=1)
+    request = make_request("a", shared, SamplingParams(3, n=3, temperature=1.5, ignore_eos=True))
+    got = rig.submit(request)
+    rig.step()
+    for choice in (0, 1):
+        rig.core.abort(RequestId("a"), choice)
+    held = make_request("held", prompts["held"], greedy(1), work=Work.PREFILL)
+    rig.submit(replace(held, priority=-2))
+    rig.step()
+    urgent = rig.submit(replace(make_request("urgent", prompts["urgent"], greedy(1)), priority=-1))
+    assert not rig.step()
+    assert rig.core.stats.preemptions == 0
+    rig.cancel(RequestId("held"))
+    rig.run()
+    assert_solo(urgent)
+    got.all[2].assert_equals(solo(request, 2))
+    rig.assert_baseline()
