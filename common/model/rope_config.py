@@ -84,22 +84,54 @@ def read_softmax_scale_factor(reader: ConfigReader) -> float:
 
 
 def _find_section(reader: ConfigReader, default: Mapping[str, object]) -> ConfigReader:
-    """The object that describes scaling: `rope_scaling` unless that is absent or empty, then `rope_parameters`."""
-    reader.section("rope_scaling")  # complains of anything but an object, where `or` below would pass over a 0
-    name = "rope_scaling" if reader.raw("rope_scaling") else "rope_parameters"
+    """The object that describes the rotary embedding: `rope_scaling`, `rope_parameters`, or what both say together.
+
+    transformers 5 saves the base and the share of rotated dimensions in `rope_parameters`, and model cards ask to add
+    `rope_scaling` for a longer context; transformers itself would then forget the base.
+    """
+    scaling, parameters = _read_section(reader, "rope_scaling"), _read_section(reader, "rope_parameters")
+    if scaling and parameters:
+        return ConfigReader(_joined(reader, scaling, parameters), f"{reader.source}: rope_scaling")
+    name = "rope_scaling" if scaling else "rope_parameters"
+    return ConfigReader(scaling or parameters or default, f"{reader.source}: {name}")
+
+
+def _read_section(reader: ConfigReader, name: str) -> Mapping[str, object]:
+    """One of the two objects, empty if absent; where it holds one for each kind of layer, these must be the same."""
     section = reader.section(name)
-    values = reader.raw(name)
-    if not values:
-        return ConfigReader(default, section.source)
-    nested = [key for key, value in values.items() if isinstance(value, dict)]
+    values: Mapping[str, object] = reader.raw(name) or {}
+    nested = [value for value in values.values() if isinstance(value, dict)]
     if not nested:
-        return section
-    if any(values[key] != values[nested[0]] for key in values):
+        return values
+    if any(value != nested[0] for value in values.values()):
         raise CheckpointError(
             f"{section.source}: {', '.join(values)} differ; layers that differ in their rotary embedding are not "
             "supported, all must have the same"
         )
-    return section.section(nested[0])
+    return nested[0]
+
+
+def _joined(
+    reader: ConfigReader, scaling: Mapping[str, object], parameters: Mapping[str, object]
+) -> Mapping[str, object]:
+    """Both objects as one. Raises CheckpointError where `rope_parameters` has a kind or value of its own."""
+    source = f"{reader.source}: rope_parameters"
+    first = _spelled_alike(scaling, f"{reader.source}: rope_scaling")
+    second = _spelled_alike(parameters, source)
+    if second["rope_type"] == "default":
+        del second["rope_type"]  # which says nothing against scaling
+    for key, value in second.items():
+        if first.get(key, value) != value:
+            wanted = f"what it is in rope_scaling, {first[key]!r}; remove one of the two"
+            ConfigReader(parameters, source).fail(key, value, wanted)
+    return second | first
+
+
+def _spelled_alike(values: Mapping[str, object], source: str) -> dict[str, object]:
+    """Without nulls, and with the kind under one name."""
+    kind = ConfigReader(values, source).raw("rope_type", "type")
+    given = {key: value for key, value in values.items() if value is not None and key != "type"}
+    return given | {"rope_type": "default" if kind is None else kind}
 
 
 def _check_pairs(scaling: RopeScaling | None, rotary_dim: int, section: ConfigReader) -> None:

@@ -166,7 +166,11 @@ def test_a_wrong_end_of_sequence_id_is_looked_for_in_its_own_file(
         (_QWEN, {"eos_token_id": 151936}, "eos_token_id is 151936"),
         (_QWEN, {"eos_token_id": [-1]}, "eos_token_id"),
         (_QWEN, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config.*gptq.*fp8"),
-        (_QWEN, {"topk_method": "group_limited_greedy", "n_group": 8}, "topk_method is 'group_limited_greedy'.*'greedy'"),
+        (
+            _QWEN,
+            {"topk_method": "group_limited_greedy", "n_group": 8},
+            "topk_method is 'group_limited_greedy'.*'greedy'",
+        ),
         (_QWEN, {"rope_scaling": {"rope_type": "mrope"}}, "rope_type is 'mrope'.*yarn"),
         (_QWEN, {"rope_scaling": {"type": "linear"}}, "factor is missing"),
         (_QWEN, {"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),

@@ -94,6 +94,44 @@ def test_the_longest_context_is_the_scaled_one(scaling: dict[str, Any] | None, e
     assert read(rope_scaling=scaling, max_position_embeddings=1000).longest_context(1000) == expected
 
 
+def test_scaling_beside_the_section_of_a_newer_config_keeps_its_base_and_share() -> None:
+    """transformers 5 saves base and share there; model cards ask to add `rope_scaling`."""
+    newer = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    expected = read(rope_scaling=YARN, rope_theta=1e6)
+    assert expected.theta == 1e6
+    assert read(rope_scaling=YARN, rope_parameters=newer) == expected
+    assert read(rope_scaling={**YARN, "rope_theta": 1e6}, rope_parameters={"rope_type": "default"}) == expected
+    assert read(rope_scaling=YARN, rope_parameters={**YARN, "rope_theta": 1e6}) == expected
+    assert read(rope_scaling=YARN, rope_parameters={"full_attention": newer}) == expected
+    assert read_rotary_share(reader({"rope_scaling": YARN, "rope_parameters": newer}), 1.0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("scaling", "parameters", "words"),
+    [
+        (
+            {**YARN, "rope_theta": 5e5},
+            {"rope_theta": 1e6},
+            r"rope_parameters: rope_theta is 1000000\.0.*rope_scaling.*5",
+        ),
+        (YARN, {**YARN, "factor": 2.0}, r"rope_parameters: factor is 2\.0.*rope_scaling.*4\.0"),
+        (YARN, {"rope_type": "linear", "factor": 4.0}, "rope_parameters: rope_type is 'linear'.*rope_scaling.*'yarn'"),
+        ({"rope_type": "default"}, YARN, "rope_parameters: rope_type is 'yarn'.*rope_scaling.*'default'"),
+        ({"factor": 4.0}, YARN, "rope_parameters: rope_type is 'yarn'.*rope_scaling.*'default'"),
+        (
+            {**YARN, "partial_rotary_factor": 0.5},
+            {"partial_rotary_factor": 0.25},
+            r"partial_rotary_factor is 0\.25.*0\.5",
+        ),
+    ],
+)
+def test_two_sections_that_contradict_each_other_are_refused(
+    scaling: dict[str, Any], parameters: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{words}"):
+        read(rope_scaling=scaling, rope_parameters=parameters)
+
+
 def test_one_section_for_all_layer_types() -> None:
     same = {"full_attention": YARN, "sliding_attention": dict(YARN)}
     assert read(rope_parameters=same) == read(rope_scaling=YARN)
