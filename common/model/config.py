@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from common.errors import CheckpointError
 from common.model.quantized.config import Quantization
-from common.model.rope_scaling import DynamicScaling, LinearScaling, RopeScaling
+from common.model.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from common.routing.record import RoutingLayout
 
 
@@ -22,12 +22,20 @@ class RopeConfig:
     attention_factor: float = 1.0
 
     def longest_context(self, max_position_embeddings: int) -> int:
-        """Positions that the scaling is meant for. Checkpoints with linear or dynamic scaling declare the original
-        length as `max_position_embeddings`, those with other kinds the scaled one.
+        """Positions that the scaling is meant for.
+
+        Checkpoints with linear or dynamic scaling declare the original length as `max_position_embeddings`, those with
+        LongRoPE the scaled one. With YaRN and Llama 3's scaling some declare the scaled length (DeepSeek, gpt-oss), and
+        others still that of before scaling was switched on (Qwen), so there the original length counts, `factor` times.
         """
-        if isinstance(self.scaling, LinearScaling | DynamicScaling):
-            return max(int(self.scaling.factor * max_position_embeddings), max_position_embeddings)
-        return max_position_embeddings
+        match self.scaling:
+            case LinearScaling(factor) | DynamicScaling(factor):
+                scaled = factor * max_position_embeddings
+            case YarnScaling(factor, original_length) | Llama3Scaling(factor=factor, original_length=original_length):
+                scaled = factor * original_length
+            case _:
+                scaled = max_position_embeddings
+        return max(int(scaled), max_position_embeddings)
 
 
 @dataclass(frozen=True, slots=True)

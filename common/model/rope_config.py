@@ -21,6 +21,9 @@ from common.model.rope_scaling import (
 #: No context is stretched or squeezed further; beyond it single precision would run out before the positions do.
 _LARGEST_FACTOR = 1e6
 
+#: Positions are 32-bit integers.
+_LARGEST_LENGTH = 2**31 - 1
+
 
 def read_rope(
     reader: ConfigReader,
@@ -155,7 +158,10 @@ def _original_length(reader: ConfigReader, section: ConfigReader) -> float:
     """Context length before scaling; a key beside the rope section goes first, as in transformers."""
     trained = reader.number("max_position_embeddings")
     inner = section.number("original_max_position_embeddings", default=trained)
-    return reader.number("original_max_position_embeddings", default=inner)
+    length = reader.number("original_max_position_embeddings", default=inner)
+    if length > _LARGEST_LENGTH:
+        section.fail("original_max_position_embeddings", length, f"at most {_LARGEST_LENGTH}")
+    return length
 
 
 def _length_ratio(reader: ConfigReader, section: ConfigReader) -> float:
