@@ -1,6 +1,7 @@
 """Which arithmetic a device does, and whether two workers do the same."""
 
 import re
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -9,7 +10,21 @@ import xxhash
 from common.errors import ConfigError
 from common.model.attention import TILE
 from common.model.config import ModelConfig
-from common.model.layers import FP32_MULTIPLE, batched_product, linear, prepare_weight, silu_gated
+from common.model.layers import (
+    FP32_MULTIPLE,
+    batched_product,
+    linear,
+    per_head_product,
+    prepare_weight,
+    sigmoid,
+    silu_gated,
+)
+
+#: Takes the sizes of a tensor and fills it with the next fixed numbers.
+Draw = Callable[..., torch.Tensor]
+
+#: Few rows and many take different kernels.
+_NUM_ROWS = (1, 256)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,19 +87,38 @@ def _onednn_version() -> str:
 
 @torch.inference_mode()
 def _probe(device: torch.device, dtype: torch.dtype) -> str:
-    """Digest of fixed products (few rows, many rows, batched) and of the functions between them."""
+    """Digest of fixed products and of the functions between them, at sizes of published models."""
     random = np.random.Generator(np.random.PCG64(0))
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.from_numpy(random.standard_normal(shape, np.float32)).to(device, dtype)
+        return torch.from_numpy(random.standard_normal(shape, np.float32)).to(device)
 
     digest = xxhash.xxh3_64()
-    weight = prepare_weight(draw(256, 2048))
-    for num_rows in (1, 256):
-        product = linear(draw(num_rows, 2048), weight)
-        activated = silu_gated(product)
-        weights_XRI = torch.softmax(product.float(), -1).to(dtype)[:1].expand(1, FP32_MULTIPLE, -1)
-        attended = batched_product(weights_XRI, draw(1, TILE, 64))
-        for result in (product, activated, attended):
+    for part in (_layers(draw, dtype), _latent_attention(draw, dtype), _fp32_router(draw)):
+        for result in part:
             digest.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _layers(draw: Draw, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    weight = prepare_weight(draw(256, 2048).to(dtype))
+    for num_rows in _NUM_ROWS:
+        product = linear(draw(num_rows, 2048).to(dtype), weight)
+        weights_XRI = torch.softmax(product.float(), -1).to(dtype)[:1].expand(1, FP32_MULTIPLE, -1)
+        yield from (product, silu_gated(product), batched_product(weights_XRI, draw(1, TILE, 64).to(dtype)))
+
+
+def _latent_attention(draw: Draw, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Into the space of the compressed vector, and out of it."""
+    for num_inputs, num_outputs in ((128, 512), (512, 128)):
+        weight_NIO = draw(2, num_inputs, num_outputs).to(dtype)
+        for num_rows in _NUM_ROWS:
+            yield per_head_product(draw(num_rows, 2, num_inputs).to(dtype), weight_NIO)
+
+
+def _fp32_router(draw: Draw) -> Iterator[torch.Tensor]:
+    """Some families choose experts in fp32 whatever the compute dtype is, which takes another library's kernels."""
+    weight = draw(256, 7168)
+    for num_rows in _NUM_ROWS:
+        logits = linear(draw(num_rows, 7168), weight)
+        yield from (logits, sigmoid(logits), torch.softmax(logits, dim=-1))

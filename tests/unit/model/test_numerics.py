@@ -1,5 +1,6 @@
 """Devices and dtypes by name, and the fingerprint that two workers compare."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -52,15 +53,38 @@ def test_the_fingerprint_does_not_depend_on_threads(dtype: torch.dtype) -> None:
     assert str(dtype).removeprefix("torch.") in fingerprint
 
 
+def _print_elsewhere(*expressions: str, **environment: str) -> list[str]:
+    """What a process of its own prints, a line each, in which the libraries find these settings."""
+    program = f"import torch; from tests.unit.model.test_numerics import *; print({', '.join(expressions)}, sep='\\n')"
+    output = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | environment, check=True, capture_output=True, text=True
+    )
+    return output.stdout.splitlines()
+
+
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="the limit below changes nothing on this instruction set"
 )
 def test_another_instruction_set_gives_another_fingerprint() -> None:
-    program = (
-        "import torch; from common.model.numerics import numerics_fingerprint;"
-        "print(numerics_fingerprint(torch.device('cpu'), torch.bfloat16))"
+    (limited,) = _print_elsewhere("numerics_fingerprint(CPU, torch.bfloat16)", ONEDNN_MAX_CPU_ISA="AVX2")
+    assert limited != numerics_fingerprint(CPU, torch.bfloat16)
+    assert limited.startswith("device=cpu")
+
+
+def fp32_product() -> str:
+    """Digest of a product as large as a router's, past the code under test; its numbers need no generator."""
+    x, weight = torch.arange(32 * 7168.0).view(32, 7168).sin(), torch.arange(256 * 7168.0).view(256, 7168).cos()
+    return hashlib.sha256(torch.nn.functional.linear(x, weight).numpy().tobytes()).hexdigest()
+
+
+def test_other_kernels_for_fp32_products_give_another_fingerprint_whatever_the_dtype() -> None:
+    """Families that choose experts in fp32 compute with such a kernel in a bf16 model too."""
+    dtypes = (torch.float32, torch.bfloat16)
+    product, *fingerprints = _print_elsewhere(
+        "fp32_product()", *(f"numerics_fingerprint(CPU, {dtype})" for dtype in dtypes), MKL_CBWR="COMPATIBLE"
     )
-    limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    output = subprocess.run([sys.executable, "-c", program], env=limited, check=True, capture_output=True, text=True)
-    assert output.stdout.strip() != numerics_fingerprint(CPU, torch.bfloat16)
-    assert output.stdout.startswith("device=cpu")
+    if product == fp32_product():
+        pytest.skip("the setting changes no product on this processor")
+    for dtype, fingerprint in zip(dtypes, fingerprints, strict=True):
+        assert f"dtype={str(dtype).removeprefix('torch.')}" in fingerprint
+        assert fingerprint != numerics_fingerprint(CPU, dtype)
