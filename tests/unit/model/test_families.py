@@ -119,6 +119,12 @@ def test_sliding_windows() -> None:
     assert _parse(_MIXTRAL, sliding_window=512).sliding_windows == (512,) * 32
 
 
+def test_a_context_that_yarn_lengthens_as_the_model_card_says() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert _QWEN["max_position_embeddings"] == 40960
+    assert _parse(_QWEN, rope_scaling=yarn).rope.longest_context(40960) == 131072
+
+
 def test_end_of_sequence_ids_are_the_union_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_QWEN))
     assert parse_config(tmp_path).eos_token_ids == {151645}

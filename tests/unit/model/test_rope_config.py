@@ -87,11 +87,28 @@ def test_scaling_that_the_family_has_where_no_key_tells() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "expected"),
-    [(None, 1000), ({"type": "linear", "factor": 4.0}, 4000), ({"type": "dynamic", "factor": 2.5}, 2500), (YARN, 1000)],
+    ("scaling", "declared", "expected"),
+    [
+        (None, 1000, 1000),
+        ({"type": "linear", "factor": 4.0}, 1000, 4000),
+        ({"type": "dynamic", "factor": 2.5}, 1000, 2500),
+        # Qwen3 and Qwen2.5, as their model cards say: 4 times 32768 positions, whatever was declared before.
+        (YARN, 40960, 131072),
+        (YARN, 32768, 131072),
+        # DeepSeek-V3, gpt-oss and Llama 3.1 declare the scaled length.
+        ({**YARN, "factor": 40, "original_max_position_embeddings": 4096}, 163840, 163840),
+        ({**YARN, "factor": 32.0, "original_max_position_embeddings": 4096}, 131072, 131072),
+        ({**LLAMA3, "original_max_position_embeddings": 8192}, 131072, 131072),
+        ({**LLAMA3, "original_max_position_embeddings": 8192}, 8192, 65536),
+        # Without an original length it is the declared one, or follows from it.
+        ({"type": "yarn", "factor": 4.0}, 32768, 131072),
+        ({"type": "yarn", "original_max_position_embeddings": 1024}, 32768, 32768),
+        ({**LONG, "original_max_position_embeddings": 4096}, 131072, 131072),
+    ],
 )
-def test_the_longest_context_is_the_scaled_one(scaling: dict[str, Any] | None, expected: int) -> None:
-    assert read(rope_scaling=scaling, max_position_embeddings=1000).longest_context(1000) == expected
+def test_the_longest_context_is_the_scaled_one(scaling: dict[str, Any] | None, declared: int, expected: int) -> None:
+    rope = read(rope_scaling=scaling, max_position_embeddings=declared)
+    assert rope.longest_context(declared) == expected
 
 
 def test_scaling_beside_the_section_of_a_newer_config_keeps_its_base_and_share() -> None:
@@ -203,6 +220,10 @@ def test_refused_shares(values: dict[str, Any], default: float | None, words: st
         ({**LLAMA3, "original_max_position_embeddings": -1}, "original_max_position_embeddings is -1"),
         ({**YARN, "factor": "4"}, "factor is '4'"),
         ({**YARN, "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
+        (
+            {**YARN, "original_max_position_embeddings": 1e300},
+            r"original_max_position_embeddings is 1e\+300.*at most 2",
+        ),
         ({**YARN, "beta_fast": 0.5}, r"beta_fast is 0\.5, but must be at least beta_slow, 1"),
         ({**YARN, "beta_slow": math.nan}, "beta_slow is nan"),
         ({**YARN, "truncate": "no"}, "truncate is 'no'"),
