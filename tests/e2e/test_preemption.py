@@ -113,7 +113,7 @@ async def test_every_row_survives_preemption(client: Client, solo: SoloRunner, s
 async def test_one_request_is_preempted_twice(client: Client, cluster: Cluster, solo: SoloRunner, setup: Setup) -> None:
     """sgl-project/sglang#25372, #40730, LMCache#1361: each time its history is replaced, not appended to."""
     prompt, urgent_prompts = prompt_of(16, 100), [prompt_of(30, 101), prompt_of(30, 102)]
-    fields: JsonObject = {"max_tokens": 112, "ignore_eos": True, "logprobs": 1, "temperature": 1.0, "seed": 3}
+    fields: JsonObject = {"max_tokens": 90, "ignore_eos": True, "logprobs": 1, "temperature": 1.0, "seed": 3}
     urgent_fields: JsonObject = {"max_tokens": 60, "ignore_eos": True}
     for attempt in range(10):  # others may be so late that it has ended when they come
         victim = asyncio.create_task(
@@ -131,9 +131,20 @@ async def test_one_request_is_preempted_twice(client: Client, cluster: Cluster, 
             break
     else:
         raise AssertionError("the others were late each time")
+    await assert_next_turn(client, solo, prompt, await victim)
     if setup[0] == "two prefill workers":
         computed = await by_worker(client, "moerelay_prompt_tokens_computed_total")
         assert sum(count > 0 for labels, count in computed.items() if 'role="prefill"' in labels) == 2
+
+
+async def assert_next_turn(client: Client, solo: SoloRunner, prompt: list[int], answer: Answer) -> None:
+    """A conversation goes on with the blocks that the sequence got after its preemption, and the rows in them."""
+    name = "moerelay_prefix_cache_hit_tokens_total"
+    before = await client.metric(name)
+    prompt = [*prompt, *answer.token_ids, 3]
+    assert_equals_solo(await client.generate(prompt, max_tokens=4), solo, prompt, max_tokens=4)
+    # 105 positions had been forwarded: 6 full blocks. A prefill worker may know the first of them.
+    assert await client.metric(name) - before in (96, 112)
 
 
 async def until_running(client: Client, victim: "asyncio.Task[Answer]") -> None:
