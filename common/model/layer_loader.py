@@ -3,7 +3,7 @@
 Shape suffixes: E experts, F feed-forward width, H hidden size, N query heads, G KV heads, D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -94,16 +94,22 @@ def _router(source: TensorSource, config: ModelConfig, layer: int) -> Router:
 
 
 def _experts(source: TensorSource, config: ModelConfig, layer: int) -> Experts:
-    # One allocation for all experts, because thousands of short-lived ones would leave the heap in fragments.
-    size = config.experts.size
-    gate_up_EFH = source.empty(config.num_experts, 2 * size, config.hidden_size)
-    down_EHF = source.empty(config.num_experts, config.hidden_size, size)
-    for expert in range(config.num_experts):
-        gate, up, down = expert_tensors(config, layer, expert)
-        source.fill(gate_up_EFH[expert, :size], gate)
-        source.fill(gate_up_EFH[expert, size:], up)
-        source.fill(down_EHF[expert], down)
-    return Experts(_prepared(gate_up_EFH), _prepared(down_EHF), _activation(config.experts))
+    num_experts, size, hidden = config.num_experts, config.experts.size, config.hidden_size
+    names = [expert_tensors(config, layer, expert) for expert in range(num_experts)]
+
+    def write_gate_up(out: torch.Tensor, gate: str, up: str) -> None:
+        source.fill(out[:size], gate)
+        source.fill(out[size:], up)
+
+    return Experts(
+        gate_up=_each_prepared(
+            source, (num_experts, 2 * size, hidden), (partial(write_gate_up, gate=gate, up=up) for gate, up, _ in names)
+        ),
+        down=_each_prepared(
+            source, (num_experts, hidden, size), (partial(source.fill, name=down) for _, _, down in names)
+        ),
+        activate=_activation(config.experts),
+    )
 
 
 def _fused_experts(source: TensorSource, config: ModelConfig, layer: int) -> Experts:
@@ -115,8 +121,16 @@ def _fused_experts(source: TensorSource, config: ModelConfig, layer: int) -> Exp
         _write_gate_up(gate_up_bias.T, source.read(f"{gate_up}_bias").T)
         down_bias = source.tensor(f"{down}_bias")
     return Experts(
-        gate_up=_each_prepared(source, gate_up, (num_experts, 2 * size, hidden), _write_gate_up),
-        down=_each_prepared(source, down, (num_experts, hidden, size), torch.Tensor.copy_),
+        gate_up=_each_prepared(
+            source,
+            (num_experts, 2 * size, hidden),
+            (partial(_write_gate_up, alternating=weight_IO.T) for weight_IO in source.slices(gate_up)),
+        ),
+        down=_each_prepared(
+            source,
+            (num_experts, hidden, size),
+            (partial(torch.Tensor.copy_, other=weight_IO.T) for weight_IO in source.slices(down)),
+        ),
         activate=_activation(config.experts),
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
@@ -124,21 +138,19 @@ def _fused_experts(source: TensorSource, config: ModelConfig, layer: int) -> Exp
 
 
 def _each_prepared(
-    source: TensorSource,
-    name: str,
-    shape_EOI: tuple[int, int, int],
-    write: Callable[[torch.Tensor, torch.Tensor], object],
+    source: TensorSource, shape_EOI: tuple[int, int, int], writers: Iterable[Callable[[torch.Tensor], object]]
 ) -> list[torch.Tensor]:
-    """Prepares experts stored as [E, I, O] one by one, because all of them can have gigabytes.
+    """Prepares experts one by one, because all of them can have gigabytes; each writer fills the place it is given.
 
-    Where a prepared weight is a copy, all are made from one buffer; where it is not, all share one allocation.
+    Where a prepared weight is a copy, all are made from one buffer; where it is not, all share one allocation, because
+    thousands of small ones would leave the heap in fragments.
     """
     buffer_OI = source.empty(*shape_EOI[1:])
     is_copy = prepare_weight(buffer_OI) is not buffer_OI
     places = [buffer_OI] * shape_EOI[0] if is_copy else source.empty(*shape_EOI)
     prepared = []
-    for weight_IO, place_OI in zip(source.slices(name), places, strict=True):
-        write(place_OI, weight_IO.T)
+    for write, place_OI in zip(writers, places, strict=True):
+        write(place_OI)
         prepared.append(prepare_weight(place_OI))
     return prepared
 
@@ -148,10 +160,6 @@ def _write_gate_up(out: torch.Tensor, alternating: torch.Tensor) -> None:
     size = len(out) // 2
     out[:size].copy_(alternating[0::2])
     out[size:].copy_(alternating[1::2])
-
-
-def _prepared(weights: torch.Tensor) -> list[torch.Tensor]:
-    return [prepare_weight(weight) for weight in weights]
 
 
 def _activation(experts: ExpertsConfig) -> Activation:

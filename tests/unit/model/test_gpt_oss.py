@@ -12,13 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError
-from common.model.checkpoint import CheckpointFiles
 from common.model.config import ExpertsConfig, GroupedAttention, ModelConfig, RopeConfig, RouterConfig
 from common.model.families import config_from_json, parse_config
-from common.model.layer_loader import load_layer
-from common.model.layers import linear
 from common.model.loader import load_model
-from common.model.moe import MoeFeedForward
 from common.model.quantized.config import MXFP4
 from common.model.quantized.files import open_checkpoint
 from common.model.quantized.mxfp4 import dequantize_mxfp4
@@ -257,29 +253,3 @@ def test_experts_read_one_at_a_time_are_those_of_the_whole_tensor(tmp_path: Path
     assert digests[0] == digests[1]
     num_bytes = 8 * (64 * 64 + 32 * 64) * 2
     assert sum(counted) == 2 * num_bytes
-
-
-class _OneExpertAtATime(CheckpointFiles):
-    """A checkpoint in which no projection of all experts is ever read at once."""
-
-    def read(self, name: str) -> torch.Tensor:
-        assert len(self.shape(name)) < 3, f"{name} was read as a whole"
-        return super().read(name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_layer_is_loaded_expert_by_expert(tmp_path: Path, dtype: torch.dtype) -> None:
-    path = make_checkpoint(tmp_path / "m", "gpt_oss", {"num_hidden_layers": 1})
-    config = parse_config(path)
-    with _OneExpertAtATime(path) as files:
-        layer = load_layer(TensorSource(files, dtype, CPU, lambda count: None), config, 0)
-    assert isinstance(layer.feed_forward, MoeFeedForward)
-    experts = layer.feed_forward.experts
-    drawn = load_file(path / "model.safetensors")
-    fused, down = (drawn[name].to(dtype) for name in fused_expert_tensors(config, 0))
-    x = torch.eye(64, dtype=dtype)
-    for expert in range(config.num_experts):
-        got = linear(x, experts.gate_up[expert])
-        assert torch.equal(got[:, :32], fused[expert, :, 0::2])
-        assert torch.equal(got[:, 32:], fused[expert, :, 1::2])
-        assert torch.equal(linear(x[:32, :32].contiguous(), experts.down[expert]), down[expert])
