@@ -3,22 +3,28 @@
 Shape suffixes: T positions, M MoE layers, L layers, K experts per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from common.errors import ConfigError
 from common.model.config import ModelConfig
+from common.model.families import FAMILIES
+from common.model.quantized.files import open_checkpoint
 from common.routing.record import RoutingArray
 from deploy.verify.findings import Difference
 from deploy.verify.router_tap import Choices, RouterTap
 
 #: A choice counts as a tie when the reference's scores on both sides of the boundary are closer than this.
 TIE = 1e-4
+
+#: What transformers raises for checkpoints that it does not like, or for packages that it lacks.
+_FOREIGN_ERRORS = (ImportError, OSError, RuntimeError, TypeError, ValueError, LookupError, StrictDataclassError)
 
 
 @dataclass
@@ -46,15 +52,23 @@ class TransformersOracle:
 
     @classmethod
     def load(cls, path: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Self:
-        """Raises ConfigError if transformers is not installed, or too old, or does not use every tensor."""
+        """Weights of a quantised checkpoint are dequantised here, because transformers needs a GPU or more for that.
+
+        Raises:
+            ConfigError: transformers is not installed, or too old, or cannot load this, or does not use every tensor.
+            CheckpointError: quantised weights are not what the checkpoint's config.json says.
+        """
         try:
             transformers: Any = import_module("transformers")
         except ModuleNotFoundError:
             raise ConfigError("--oracle transformers needs transformers: pip install transformers") from None
         transformers.utils.logging.disable_progress_bar()  # it writes to files too
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
-        )
+        settings = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+        load = _load_plain if config.quantization is None else _load_dequantized
+        try:
+            model, report = load(transformers, path, config, settings)
+        except _FOREIGN_ERRORS as error:
+            raise ConfigError(f"transformers cannot load {path}: {error}") from error
         _check_loading(report, config)
         return cls(model.eval(), config)
 
@@ -75,10 +89,30 @@ class TransformersOracle:
         )
 
 
+def _load_plain(transformers: Any, path: Path, config: ModelConfig, settings: Mapping[str, Any]) -> Any:
+    """The model, and what was missing or left over."""
+    return transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **settings)
+
+
+def _load_dequantized(transformers: Any, path: Path, config: ModelConfig, settings: Mapping[str, Any]) -> Any:
+    """As `_load_plain`, of the same weights as if they had not been quantised."""
+    hf_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    del hf_config.quantization_config
+    model_class = getattr(transformers, FAMILIES[config.family].architecture)
+    with open_checkpoint(path, config.quantization) as files:
+        names = [name for name in files.names() if not name.startswith(_extra_layers(config))]
+        tensors = {name: files.read(name) for name in names}
+        return model_class.from_pretrained(None, config=hf_config, state_dict=tensors, **settings)
+
+
+def _extra_layers(config: ModelConfig) -> tuple[str, ...]:
+    """Beginnings of the names of tensors that nothing here reads."""
+    return tuple(f"model.layers.{config.num_layers + index}." for index in range(config.num_extra_layers))
+
+
 def _check_loading(report: dict[str, Any], config: ModelConfig) -> None:
     """A model that guesses weights, or leaves some out, is no oracle."""
-    extra = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.num_extra_layers))
-    unexpected = [name for name in report["unexpected_keys"] if not name.startswith(extra)]
+    unexpected = [name for name in report["unexpected_keys"] if not name.startswith(_extra_layers(config))]
     wrong = sorted([*report["missing_keys"], *unexpected, *map(str, report["mismatched_keys"])])
     if wrong:
         raise ConfigError(

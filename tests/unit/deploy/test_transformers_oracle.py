@@ -1,5 +1,6 @@
 """The tie rule of the second oracle, how clear a router's choice was, and which models are no oracle."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import ConfigError
 from common.model.config import RouterConfig
 from common.model.families import parse_config
+from common.model.quantized.config import block_fp8
 from common.model.synthesize import synthesize
 from deploy.verify.router_tap import Choices, choice_gaps
 from deploy.verify.transformers_oracle import TransformersOracle, compare_sets
@@ -91,6 +93,24 @@ def test_a_model_that_does_not_use_exactly_the_tensors_is_no_oracle(tmp_path: Pa
     tensors[f"{name}_scale"] = tensors[name].clone()
     if change == "missing":
         del tensors[name], tensors[f"{name}_scale"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"does not fit the checkpoint's tensors.*k_norm"):
+        TransformersOracle.load(tmp_path, parse_config(tmp_path))
+
+
+def test_what_transformers_cannot_load_is_refused_in_words(tmp_path: Path) -> None:
+    synthesize("qwen3_moe", "tiny", 0, {"num_hidden_layers": 1}, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"attention_dropout": "none"}))
+    with pytest.raises(ConfigError, match=r"transformers cannot load .*: .*attention_dropout") as caught:
+        TransformersOracle.load(tmp_path, parse_config(tmp_path))
+    assert str(tmp_path) in caught.value.message
+
+
+def test_tensors_that_a_quantised_checkpoint_lacks_are_missed(tmp_path: Path) -> None:
+    synthesize("qwen3_moe", "tiny", 0, {"num_hidden_layers": 1}, tmp_path, quantization=block_fp8(32, 32))
+    tensors = {name: tensor.clone() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    del tensors["model.layers.0.self_attn.k_norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"does not fit the checkpoint's tensors.*k_norm"):
         TransformersOracle.load(tmp_path, parse_config(tmp_path))
