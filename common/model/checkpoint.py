@@ -1,7 +1,8 @@
 """The safetensors files of a checkpoint as one set of named tensors, read through mmap."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +21,8 @@ _SINGLE = "model.safetensors"
 _DERIVED = (".rotary_emb.inv_freq",)
 
 
-#: Types that hold plain values, in the spelling of safetensors.
-_PLAIN_DTYPES = ("F32", "BF16", "F16", "F64")
+#: Types that hold plain values, in the spelling of safetensors, and the bytes of a value.
+_PLAIN_DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 
 class CheckpointTensors(ABC):
@@ -31,8 +32,6 @@ class CheckpointTensors(ABC):
     """
 
     path: Path
-    #: What reading every tensor once amounts to; for progress bars.
-    num_bytes: int
 
     @abstractmethod
     def names(self) -> Collection[str]: ...
@@ -65,6 +64,10 @@ class CheckpointTensors(ABC):
 
     def __contains__(self, name: str) -> bool:
         return name in self.names()
+
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """What reading each of these tensors once amounts to; they are of plain types, as `check` has found."""
+        return sum(math.prod(self.shape(name)) * _PLAIN_DTYPES[self.dtype(name)] for name in names)
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, optional: Collection[str]) -> None:
         """Raises CheckpointError unless there are exactly the expected tensors, in the expected shapes."""
@@ -101,7 +104,6 @@ class CheckpointFiles(CheckpointTensors):
         self._stack = ExitStack()
         self._file_of: dict[str, safe_open] = {}
         paths = _find_files(path)
-        self.num_bytes = sum(file.stat().st_size for file in paths)
         for file in paths:
             self._open(file)
 

@@ -47,19 +47,19 @@ def load_model(
     Raises:
         CheckpointError: a file is broken, or a tensor is missing, unknown or of the wrong shape.
     """
-    with (
-        open_checkpoint(path, config.quantization) as files,
-        loading_progress(files.num_bytes, enabled=progress) as advance,
-    ):
-        files.check(checkpoint_tensors(config), optional=_optional_tensors(files, config))
-        source = TensorSource(files, dtype, device, advance)
-        decoder = _build_decoder(source, config, max_positions)
+    expected = checkpoint_tensors(config)
+    with open_checkpoint(path, config.quantization) as files:
+        files.check(expected, optional=_optional_tensors(files, config))
         _check_tied_head(files, config)
+        with loading_progress(files.num_bytes(expected), enabled=progress) as advance:
+            source = TensorSource(files, dtype, device, advance)
+            decoder = build_decoder(source, config, max_positions)
     rotary = rotary_digest(config.rope, config.attention.rotary_dim, decoder.max_positions)
     return LoadedModel(decoder, source.fingerprint(config, rotary))
 
 
-def _build_decoder(source: TensorSource, config: ModelConfig, max_positions: int | None) -> MoeDecoder:
+def build_decoder(source: TensorSource, config: ModelConfig, max_positions: int | None) -> MoeDecoder:
+    """Reads every tensor of `checkpoint_tensors`, once."""
     embedding = source.tensor(EMBEDDING)
     layers = [load_layer(source, config, index) for index in range(config.num_layers)]
     final_norm = source.tensor(FINAL_NORM)

@@ -1,6 +1,5 @@
 """A quantised checkpoint, seen as if it were not: plain names and shapes, values dequantised as they are read."""
 
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -12,9 +11,6 @@ from common.model.checkpoint import CheckpointFiles, CheckpointTensors
 from common.model.quantized.config import Quantization
 from common.model.quantized.stored_fp8 import find_fp8
 from common.model.quantized.stored_mxfp4 import find_mxfp4
-
-#: Bytes of an element; other types do not count, progress bars need no more.
-_ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 class StoredTensor(Protocol):
@@ -51,7 +47,6 @@ class DequantizedFiles(CheckpointTensors):
         self._stored = _find_stored(files, quantization)
         hidden = {part for stored in self._stored.values() for part in stored.parts}
         self._names = dict.fromkeys([*(name for name in files.names() if name not in hidden), *self._stored])
-        self.num_bytes = sum(math.prod(self.shape(n)) * _ITEM_BYTES.get(self.dtype(n), 0) for n in self._names)
 
     def names(self) -> Collection[str]:
         return self._names.keys()

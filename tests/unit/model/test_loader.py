@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError
 from common.model.families import parse_config
-from common.model.loader import LoadedModel, load_model
-from common.model.quantized.config import block_fp8
+from common.model.loader import LoadedModel, build_decoder, load_model
+from common.model.quantized.config import MXFP4, Quantization, block_fp8
 from common.model.quantized.files import open_checkpoint
 from common.model.synthesize import synthesize
+from common.model.tensor_source import TensorSource
+from common.model.tensors import checkpoint_tensors
 from tests.unit.model.harness import CPU, load_decoder, make_checkpoint, solo_run
 
 _SMALL = {"num_hidden_layers": 2, "num_experts": 4}
@@ -145,3 +147,22 @@ def test_a_quantised_checkpoint_computes_like_its_dequantised_copy(tmp_path: Pat
 
 def _unquantized(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "unquantized", "qwen3_moe", _SMALL)
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"), [("glm4_moe", None), ("deepseek_v3", block_fp8()), ("gpt_oss", MXFP4)]
+)
+def test_progress_goes_to_the_end_although_some_tensors_are_never_read(
+    tmp_path: Path, family: str, quantization: Quantization | None
+) -> None:
+    """Tensors of layers that predict further tokens, a rotary buffer, scales and the headers of the files."""
+    path = tmp_path / "m"
+    synthesize(family, "tiny", 0, {"num_hidden_layers": 2}, path, quantization=quantization)
+    if family != "gpt_oss":
+        _set_config(path, num_nextn_predict_layers=1)
+        _edit(path, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}))
+    _edit(path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    config, counted = parse_config(path), list[int]()
+    with open_checkpoint(path, config.quantization) as files:
+        build_decoder(TensorSource(files, torch.float32, CPU, counted.append), config, None)
+        assert sum(counted) == files.num_bytes(checkpoint_tensors(config)) > 0

@@ -60,7 +60,8 @@ def test_fp8_weights_show_under_plain_names(tmp_path: Path) -> None:
         assert files.dtype(_PROJ) == "F32"
         assert files.read(_PROJ).tolist() == _FP8_VALUES
         assert files.read_slice(_PROJ, 2).tolist() == _FP8_VALUES[2]
-        assert files.num_bytes == 3 * 4 * 4 + 2 * 2
+        assert files.num_bytes([_PROJ, _NORM]) == 3 * 4 * 4 + 2 * 2
+        assert files.num_bytes([_NORM]) == 2 * 2
 
 
 def test_weights_that_are_not_quantised_are_read_as_they_are(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_mxfp4_experts_show_as_the_unquantised_tensor(tmp_path: Path) -> None:
         assert torch.equal(files.read(_GATE_UP), expected)
         for expert in range(3):
             assert torch.equal(files.read_slice(_GATE_UP, expert), expected[expert])
-        assert files.num_bytes == 2 * (3 * 64 * 6 + 3 * 6)
+        assert files.num_bytes(files.names()) == 2 * (3 * 64 * 6 + 3 * 6)
 
 
 def test_an_expert_is_read_without_the_others(tmp_path: Path) -> None:
