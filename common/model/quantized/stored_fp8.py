@@ -10,6 +10,8 @@ from common.model.checkpoint import CheckpointFiles
 from common.model.quantized.block_fp8 import FP8_MAX, Block, dequantize_block_fp8, scale_shape
 
 _SUFFIX = "_scale_inv"
+#: What vLLM and llm-compressor write instead, mostly with scales of activations beside it.
+_OTHER_SUFFIX = "_scale"
 _FP8 = "F8_E4M3"
 #: As DeepSeek, Qwen and (for scales that are powers of two) transformers store them.
 _SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
@@ -54,6 +56,7 @@ class StoredFp8:
         """Raises CheckpointError unless the scales fit the weight."""
         scale = self.name + _SUFFIX
         if scale not in self.files:
+            self._refuse_other_layout()
             self._fail(f"is stored as {_FP8}, but {scale} is missing; is the download complete?")
         if len(self.shape) != 2:
             self._fail(f"is stored as {_FP8} in shape {list(self.shape)}, but must have two dimensions")
@@ -67,6 +70,14 @@ class StoredFp8:
             self._fail(
                 f"has shape {list(self.shape)}, {blocks} and needs {scale} in shape {list(wanted[-1])}, "
                 f"but that has {list(found)}"
+            )
+
+    def _refuse_other_layout(self) -> None:
+        other = self.name + _OTHER_SUFFIX
+        if other in self.files:
+            self._fail(
+                f"has its scales in {other}, as vLLM and llm-compressor write them, which is not supported; supported "
+                f"are scales in {self.name}{_SUFFIX}, as DeepSeek and Qwen publish them, or weights in bfloat16"
             )
 
     def _fail(self, problem: str) -> None:

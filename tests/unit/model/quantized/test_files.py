@@ -124,6 +124,10 @@ def _drop(name: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.pop(name)
 
 
+def _rename(old: str, new: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
 def _put(name: str, tensor: torch.Tensor) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name: tensor})
 
@@ -132,6 +136,10 @@ def _put(name: str, tensor: torch.Tensor) -> Callable[[Tensors], object]:
     ("change", "complaint"),
     [
         (_drop(_SCALE), rf"{_PROJ} is stored as F8_E4M3, but {_SCALE} is missing"),
+        (
+            _rename(_SCALE, f"{_PROJ}_scale"),
+            rf"{_PROJ} has its scales in {_PROJ}_scale, .*not supported.* {_SCALE}, as",
+        ),
         (_drop(_PROJ), rf"{_SCALE} is there, but no {_PROJ} in F8_E4M3"),
         (_put(_PROJ, torch.zeros(3, 4)), rf"{_SCALE} is there, but no {_PROJ} in F8_E4M3"),
         (_put(_SCALE, torch.ones(1, 2)), r"\[3, 4\], blocks of \[2, 3\].*in shape \[2, 2\], but that has \[1, 2\]"),
