@@ -22,7 +22,10 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step: decoding sequences first, then prompts and what is computed again, each in order of admission."""
+    """One step: decoding sequences first, then prompts and what is computed again, each in order of admission.
+
+    Before a freeze the other way round.
+    """
 
     chunks: tuple[ScheduledChunk, ...]
 

@@ -112,7 +112,8 @@ class Engine:
 
         Prompts that are being computed, here or for here, come to their first token before, and preempted sequences
         that kept no copy of their KV are computed again; nobody else is admitted meanwhile. So neither ever comes from
-        two sets of weights.
+        two sets of weights. That takes as many steps as those tokens need (see `Scheduler`), and as long as handoffs
+        that are under way.
         """
         future: Future[None] = Future()
         if self._visits.enter(future):

@@ -60,6 +60,8 @@ class Preemptor:
         self._swap = swap
         self._seated = seated
         self._line = line
+        #: The engine is about to freeze: whoever is preempted keeps a copy, and nobody who is computed again is.
+        self.settling = False
         self._changes = BlockChanges()
 
     def take_changes(self) -> BlockChanges:
@@ -80,7 +82,7 @@ class Preemptor:
 
     def _grow_by_urgency(self, lacking: list[SequenceState]) -> None:
         """Not all of them can have a block without taking it from others."""
-        victims = Victims(self._pool, [s for s in self._seated if s.phase in _PREEMPTIBLE], self._line)
+        victims = Victims(self._pool, self._preemptible(), self._line)
         for sequence in sorted(lacking, key=urgency_of):
             # Or a more urgent one has just taken its blocks; it may be the last victim itself.
             while sequence.phase is Phase.DECODING and not self._pool.num_available:
@@ -107,12 +109,18 @@ class Preemptor:
         self._changes.grown += [(sequence, block) for block in blocks]
 
     def victims_for(self, head: SequenceState, cached: Collection[BlockId]) -> Victims:
-        """Whose blocks may keep the head of the line waiting, which would share `cached`."""
-        return Victims(self._pool, (), self._line, {*head.blocks, *cached})
+        """Whose blocks, or seat, may keep the head of the line waiting, which would share `cached`."""
+        seated = self._preemptible() if self.settling else ()
+        return Victims(self._pool, seated, self._line, {*head.blocks, *cached})
 
-    def try_preempt(self, victims: Victims) -> bool:
+    def _preemptible(self) -> list[SequenceState]:
+        """Seated sequences that compute generated tokens, and may be stopped."""
+        phases = (Phase.DECODING,) if self.settling else (Phase.DECODING, Phase.RECOMPUTING)
+        return [s for s in self._seated if s.phase in phases]
+
+    def try_preempt(self, victims: Victims, *, only_seated: bool = False) -> bool:
         """Takes the blocks of the least urgent of them; False if none is left."""
-        if (victim := victims.pop()) is None:
+        if (victim := victims.pop(only_seated=only_seated)) is None:
             return False
         self._preempt(victim, victims)
         return True
@@ -133,14 +141,10 @@ class Preemptor:
         victim.phase, victim.blocks, victim.num_shared = Phase.PREEMPTED, (), 0
 
     def _try_keep(self, victim: SequenceState) -> bool:
-        """Room for a copy of what was computed, if there is some, or if it could not be computed again."""
+        """Room for a copy of what was computed: if there is some, if it could not be computed again, or not soon."""
         if victim.num_computed and self._swap.try_take(victim):
             return True
-        if victim.weights == self._cache.num_weight_changes:
+        if victim.weights == self._cache.num_weight_changes and not self.settling:
             return False
         self._swap.take(victim)
         return True
-
-
-#: Whoever computes generated tokens.
-_PREEMPTIBLE = (Phase.DECODING, Phase.RECOMPUTING)

@@ -36,6 +36,13 @@ class Scheduler:
     become empty some day, if it is not let in before; then forked choices lose their blocks to it, and since each
     request fits into the empty pool (`common.engine.admission`) the head comes in.
 
+    While `closed` only what a freeze waits for comes in, without leaving anything for others: prompts that are awaited
+    elsewhere and sequences that lack KV. It takes seats and blocks from decoding sequences and idle choices, which keep
+    a copy, beyond the bound if need be, and so need nothing more before the freeze; it is computed before they decode,
+    and is not preempted itself. So nothing comes to have to be computed again, every step brings a whole budget of
+    tokens of what must be, or ends all of it that has a seat, and whoever holds seats or blocks that cannot be taken
+    (prompts, leases, held prefills, what is recomputed) ends by itself or becomes a decoding sequence.
+
     Cached blocks can only make a request smaller: whoever holds some would hold as many without the cache, and what
     nobody holds counts as free.
     """
@@ -53,8 +60,6 @@ class Scheduler:
         #: Sequences that take part in steps, or will without waiting again; in order of admission.
         self._seated: dict[SequenceState, None] = {}
         self._preemptor = Preemptor(pool, cache, swap, self._seated, self._line)
-        #: While set, nobody is admitted but prompts that other workers wait for, and whoever was preempted.
-        self.closed = False
 
     def add(self, request: EngineRequest) -> None:
         """Puts the request into the waiting line, behind those of its priority."""
@@ -73,6 +78,15 @@ class Scheduler:
 
     # --- admission
 
+    @property
+    def closed(self) -> bool:
+        """The engine is about to freeze: only what has to be finished before is admitted, and goes first."""
+        return self._preemptor.settling
+
+    @closed.setter
+    def closed(self, closed: bool) -> None:
+        self._preemptor.settling = closed
+
     def admit(self) -> list[SequenceState]:
         """Gives seats and blocks to the head of the line, as far as they go; nobody overtakes.
 
@@ -81,41 +95,44 @@ class Scheduler:
             but for the first `num_shared`; `saved` belongs into them. Before, `take_changes` has to be carried out.
         """
         admitted = []
-        while len(self._seated) < self._limits.num_seats and (sequence := self._head()) is not None:
-            if not self._try_admit(sequence):
-                break
+        while (sequence := self._head()) is not None and self._try_admit(sequence):
             admitted.append(sequence)
         return admitted
 
     def _head(self) -> SequenceState | None:
         if not self.closed:
             return self._line.head
-        return next((s for s in self._line if s.phase is Phase.PREEMPTED or _is_awaited(s)), None)
+        return next((s for s in self._line if _lacks_kv(s) or _is_awaited(s)), None)
 
     def _try_admit(self, sequence: SequenceState) -> bool:
-        if not (self._try_give_blocks(sequence) or self._try_free_blocks(sequence)):
+        if not (self._try_give(sequence) or self._try_make_room(sequence)):
             return False
         self._line.remove(sequence)
         sequence.phase = _phase_at_admission(sequence)
         self._seated[sequence] = None
         return True
 
-    def _try_give_blocks(self, sequence: SequenceState) -> bool:
-        return self._allotment.try_give(sequence, self._reserve(sequence))
+    @property
+    def _seats_are_full(self) -> bool:
+        return len(self._seated) >= self._limits.num_seats
 
-    def _try_free_blocks(self, sequence: SequenceState) -> bool:
-        """Gives a sequence its blocks by taking them from others, where nobody else is going to free any."""
-        if self._seated:
+    def _try_give(self, sequence: SequenceState) -> bool:
+        """Blocks, if there is a seat too."""
+        return not self._seats_are_full and self._allotment.try_give(sequence, self._reserve(sequence))
+
+    def _try_make_room(self, sequence: SequenceState) -> bool:
+        """The same at the cost of others, where nobody is going to leave, or before a freeze."""
+        if self._seated and not self.closed:
             return False
         victims = self._preemptor.victims_for(sequence, self._allotment.find_cached(sequence))
-        while self._preemptor.try_preempt(victims):
-            if self._try_give_blocks(sequence):
+        while self._preemptor.try_preempt(victims, only_seated=self._seats_are_full):
+            if self._try_give(sequence):
                 return True
         return False
 
     def _reserve(self, sequence: SequenceState) -> int:
         """Blocks that must be left when `sequence` comes in, lest somebody is preempted at once."""
-        if not self._seated:
+        if self.closed or not self._seated:
             return 0
         size = self._block_size
         growing = sum(len(s.blocks) < s.max_blocks(size) for s in self._seated)
@@ -140,8 +157,8 @@ class Scheduler:
             elif sequence.phase is not Phase.LEASED:
                 computing.append(sequence)
         this_round = Round(self._limits.max_num_batched_tokens)
-        this_round.add(decoding)
-        this_round.add(computing)
+        for sequences in (computing, decoding) if self.closed else (decoding, computing):
+            this_round.add(sequences)
         return this_round.batch()
 
     def forecast(self, batch: ScheduledBatch) -> list[Chunk]:
@@ -198,9 +215,7 @@ class Scheduler:
 
     def has_recomputation(self) -> bool:
         """A sequence is, or will be, computed again, which takes the weights that it was computed with."""
-        return any(s.phase is Phase.RECOMPUTING for s in self._seated) or any(
-            s.phase is Phase.PREEMPTED and s.num_computed < s.num_forwarded for s in self._line
-        )
+        return any(s.phase is Phase.RECOMPUTING for s in self._seated) or any(_lacks_kv(s) for s in self._line)
 
     def load(self) -> EngineLoad:
         phases = [s.phase for group in self._live.values() for s in group.sequences.values()]
@@ -234,6 +249,11 @@ class Scheduler:
 def _is_awaited(sequence: SequenceState) -> bool:
     """A prompt without blocks that another worker waits for."""
     return sequence.phase is Phase.WAITING and sequence.request.work is Work.PREFILL
+
+
+def _lacks_kv(sequence: SequenceState) -> bool:
+    """It was preempted, and has no copy of some positions: they are computed again."""
+    return sequence.phase is Phase.PREEMPTED and sequence.num_computed < sequence.num_forwarded
 
 
 def _phase_at_admission(sequence: SequenceState) -> Phase:

@@ -44,10 +44,10 @@ class Victims:
             else:
                 self._others[last].append(fork)
 
-    def pop(self) -> SequenceState | None:
+    def pop(self, *, only_seated: bool = False) -> SequenceState | None:
         """The least urgent one that is left; whoever preempts it calls `took`. None when all have been taken."""
-        if not (self._seated and self._forks):
-            ranks = self._seated or self._forks
+        if only_seated or not (self._seated and self._forks):
+            ranks = self._seated if only_seated else self._seated or self._forks
         else:
             ranks = max(self._seated, self._forks, key=lambda those: those[-1].urgency)
         return ranks.pop() if ranks else None

@@ -53,6 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
         bounds = limits(max_num_batched_tokens=budget, max_num_seqs=seats, swap_space_bytes=swap_space_bytes)
         self.rig = FakeRig(num_blocks=num_blocks, bounds=bounds, prefix_caching=prefix_caching)
         self.cancelled: set[RequestId] = set()
+        self.budget = budget
         self.count = 0
 
     @rule(
@@ -139,8 +140,14 @@ class EngineMachine(RuleBasedStateMachine):
         """As the engine does: only when no prompt is under way and nothing is computed again."""
         core = self.rig.core
         core.close_admission()
+        known = [len(t.request.prompt) + len(t.tokens) for transcript in self.live() for t in transcript.all]
+        most = sum(known) // self.budget + len(known)
+        steps = 0
         while core.has_open_prompts() and self.rig.step():
-            pass
+            steps += 1
+        if not any(t.blocks and t.request.work is not Work.WHOLE for t in self.live()):  # held for another engine
+            assert not core.has_open_prompts()
+            assert steps <= most
         if not core.has_open_prompts():
             self.rig.runner.weights += 1
             core.weight_version = str(self.rig.runner.weights)

@@ -323,19 +323,20 @@ def test_a_freeze_waits_until_nothing_has_to_be_computed_again() -> None:
     def freeze_at_the_first_preemption(_: list[EngineEvent]) -> None:
         if engine.stats.preemptions and not freezes:
             freezes.append(engine.freeze())
-            freezes[0].add_done_callback(lambda _: when_frozen.append(engine.stats.recomputed_tokens))
+            freezes[0].add_done_callback(lambda _: when_frozen.append(engine.stats.preemptions_swapped))
 
     consumer.on_batch = freeze_at_the_first_preemption
-    first = consumer.submit(make_request("a", PROMPT, greedy(16)))
-    second = consumer.submit(make_request("b", PROMPT[::-1], greedy(16)))
+    requests = [consumer.submit(make_request(name, PROMPT[::step], greedy(16))) for name, step in (("a", 1), ("b", -1))]
     engine.start()
-    consumer.receive_until_ended(first)
+    while not freezes:
+        consumer.receive()
     freezes[0].result(TIMEOUT_S)
     assert engine.stats.preemptions_recomputed == 1
-    assert when_frozen[0] > 0
+    assert when_frozen == [1]  # the one that had the blocks
+    assert not any(transcript.ended for transcript in requests)
     engine.thaw().result(TIMEOUT_S)
-    consumer.receive_until_ended(second)
-    for transcript in (first, second):
+    consumer.receive_until_ended(*requests)
+    for transcript in requests:
         transcript.assert_equals(solo(transcript.request))
     consumer.assert_baseline()
 

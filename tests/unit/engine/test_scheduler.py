@@ -243,8 +243,10 @@ def test_a_sequence_without_a_copy_is_computed_again_behind_the_decodes() -> Non
     assert bench.plan() == [("b", 8, 9), ("c", 0, 1)]
 
 
-def test_a_closed_door_lets_preempted_sequences_back() -> None:
-    bench = Bench(num_blocks=5, budget=32)
+@pytest.mark.parametrize("swap_space_bytes", [0, 2**20])
+def test_a_closed_door_lets_in_only_what_a_freeze_waits_for(swap_space_bytes: int) -> None:
+    """A preempted sequence with a copy needs nothing, and would only take blocks from those that do."""
+    bench = Bench(num_blocks=5, budget=32, swap_space_bytes=swap_space_bytes)
     bench.add("a", 4, max_tokens=13)
     bench.add("b", 4, max_tokens=13)
     while not bench.scheduler.load().preempted:
@@ -253,7 +255,17 @@ def test_a_closed_door_lets_preempted_sequences_back() -> None:
     bench.add("urgent", 1, priority=-1)
     bench.add("awaited", 1, work=Work.PREFILL)
     bench.scheduler.remove_group(bench.group("a"))
-    assert bench.admit() == ["b", "awaited"]
+    assert bench.admit() == (["awaited"] if swap_space_bytes else ["b", "awaited"])
+
+
+def test_behind_a_closed_door_the_budget_is_for_what_a_freeze_waits_for() -> None:
+    bench = Bench(budget=4)
+    bench.add("a", 1)
+    bench.plan()
+    bench.add("b", 7)
+    assert bench.plan() == [("a", 1, 2), ("b", 0, 3)]
+    bench.scheduler.closed = True
+    assert bench.plan() == [("b", 3, 7)]
 
 
 def test_invariants_name_what_is_broken() -> None:
