@@ -12,8 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from common.routing.record import RoutingArray
-from deploy.verify.transformers_oracle import TIE
-from tests.parity.reference import Reference, differing_rows, first_difference, run_reference
+from tests.parity.reference import Reference, differing_rows, first_tie, run_reference
 from tests.unit.model.harness import Harness, load_decoder
 
 NUM_TOKENS = 520
@@ -52,11 +51,13 @@ def run_engine(path: Path, tokens: list[int], dtype: torch.dtype = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """fp32 against fp32, over the tokens before the first tie that fell the other way, if any did."""
+    """fp32 against fp32. Where the first difference is a tie that fell the other way, only the tokens before it are
+    compared, because what follows comes from other values; where it is none, everything is.
+    """
 
-    #: Sets of experts, one per token and MoE layer, before that point.
+    #: Sets of experts that are compared, one per token and MoE layer.
     num_sets: int
-    #: Those that differ and count.
+    #: Those that differ.
     num_differing: int
     #: Whether there was such a tie.
     tied: bool
@@ -65,15 +66,14 @@ class Agreement:
 
     @classmethod
     def of(cls, answer: Answer, reference: Reference) -> "Agreement":
-        found = first_difference(answer.rows_TLK, reference)
-        tied = found is not None and reference.gap(found[1], found[0]) <= TIE
-        num_tokens = found[0] if found is not None and tied else len(answer.rows_TLK)
+        tie = first_tie(answer.rows_TLK, reference)
+        num_tokens = len(answer.rows_TLK) if tie is None else tie
         expected_TV = reference.logits_TV[:num_tokens]
         worst = (answer.logits_TV[:num_tokens] - expected_TV).abs().max()
         return cls(
             num_sets=num_tokens * len(reference.moe_layers),
             num_differing=len(differing_rows(answer.rows_TLK, reference)),
-            tied=tied,
+            tied=tie is not None,
             logit_error=float(worst / expected_TV.square().mean().sqrt()),
         )
 

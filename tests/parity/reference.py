@@ -29,10 +29,6 @@ class Reference:
         """The chosen experts, in no order."""
         return self.choices.ids_TMK.numpy()
 
-    def gap(self, layer: int, token: int) -> float:
-        """By how much the last expert that was chosen beat the first one that was not."""
-        return float(self.choices.gaps_TM[token, self.moe_layers.index(layer)])
-
     def unequal_sets(self, rows_TLK: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
         """[T, M]: where the set of chosen experts is another one."""
         rows_TMK = np.sort(rows_TLK[:, self.moe_layers].astype(np.int64), axis=2)
@@ -47,22 +43,21 @@ def run_reference(path: Path, tokens: list[int], dtype: torch.dtype = torch.floa
     return Reference(logits_TV.float(), choices, sorted(config.moe_layers))
 
 
-def first_difference(rows_TLK: npt.NDArray[np.generic], reference: Reference) -> tuple[int, int] | None:
-    """(token, layer) of the first choice, in the order of computation, that is not the reference's as a set."""
+def first_tie(rows_TLK: npt.NDArray[np.generic], reference: Reference) -> int | None:
+    """The token at which the two part over a tie: where the first set, in the order of computation, that is not the
+    reference's was one that the reference itself barely chose. None if they never part, or over something else.
+    """
     unequal_TM = reference.unequal_sets(rows_TLK)
     if not unequal_TM.any():
         return None
     token, column = (int(index) for index in np.argwhere(unequal_TM)[0])
-    return token, reference.moe_layers[column]
+    return token if reference.choices.gaps_TM[token, column] <= TIE else None
 
 
 def differing_rows(rows_TLK: npt.NDArray[np.generic], reference: Reference) -> list[tuple[int, int]]:
-    """(token, layer) of every choice that differs from the reference's and counts.
+    """(token, layer) of every choice that is not the reference's as a set.
 
-    Choices are compared as sets, in the order in which they are computed. A difference does not count where the
-    reference's own choice was a tie; what follows such a point comes from other values, so it is not compared.
+    From a `first_tie` on nothing is compared, because it comes from other values.
     """
-    found = first_difference(rows_TLK, reference)
-    if found is None or reference.gap(found[1], found[0]) <= TIE:
-        return []
-    return [found]
+    unequal_TM = reference.unequal_sets(rows_TLK)[: first_tie(rows_TLK, reference)]
+    return [(int(token), reference.moe_layers[column]) for token, column in np.argwhere(unequal_TM)]

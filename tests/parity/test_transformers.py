@@ -93,11 +93,23 @@ def _rows(*chosen: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return rows_TLK
 
 
-def test_the_comparison_sees_a_wrong_expert_and_forgives_a_tie() -> None:
-    right, wrong, tied = _rows((1, 0), (0, 1), (1, 0)), _rows((0, 2), (0, 1), (0, 1)), _rows((0, 1), (0, 2), (0, 3))
-    assert differing_rows(right, _REFERENCE) == []
-    assert differing_rows(wrong, _REFERENCE) == [(0, 1)]
-    assert differing_rows(tied, _REFERENCE) == []
+def test_the_order_of_experts_does_not_matter() -> None:
+    same = Agreement.of(Answer(_REFERENCE.logits_TV, _rows((1, 0), (0, 1), (1, 0))), _REFERENCE)
+    assert (same.num_sets, same.num_differing, same.tied) == (3, 0, False)
+
+
+def test_every_unequal_set_is_counted_from_the_first_one_that_is_no_tie_on() -> None:
+    all_wrong = Agreement.of(Answer(_REFERENCE.logits_TV, _rows((0, 2), (2, 3), (1, 3))), _REFERENCE)
+    assert (all_wrong.num_sets, all_wrong.num_differing, all_wrong.tied) == (3, 3, False)
+    # What would be a tie by itself is no excuse behind a difference that is none.
+    assert differing_rows(_rows((0, 2), (2, 3), (0, 1)), _REFERENCE) == [(0, 1), (1, 1)]
+    two_wrong = Agreement.of(Answer(_REFERENCE.logits_TV, _rows((0, 2), (2, 3), (0, 1))), _REFERENCE)
+    assert (two_wrong.num_sets, two_wrong.num_differing, two_wrong.tied) == (3, 2, False)
+    # Nothing is compared from a tie on, because it comes from other values.
+    tie_first = Agreement.of(Answer(_REFERENCE.logits_TV, _rows((0, 1), (2, 3), (1, 3))), _REFERENCE)
+    assert (tie_first.num_sets, tie_first.num_differing, tie_first.tied) == (1, 0, True)
+    last_wrong = Agreement.of(Answer(_REFERENCE.logits_TV, _rows((0, 1), (0, 1), (1, 3))), _REFERENCE)
+    assert (last_wrong.num_sets, last_wrong.num_differing, last_wrong.tied) == (3, 1, False)
 
 
 def test_logits_count_relative_to_their_scale_and_only_before_a_tie() -> None:
