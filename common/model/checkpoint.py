@@ -49,7 +49,7 @@ class CheckpointTensors(ABC):
 
     @abstractmethod
     def read_slice(self, name: str, index: int) -> torch.Tensor:
-        """Equals `read(name)[index]` without reading the rest: one expert of a tensor that holds all of them."""
+        """Equals `read(name)[index]` without reading the rest, of a plain tensor or one of all experts."""
 
     @abstractmethod
     def close(self) -> None: ...

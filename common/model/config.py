@@ -150,7 +150,7 @@ class ModelConfig:
     rope: RopeConfig
     #: Keys seen by a query (itself included), per layer; None is full attention.
     sliding_windows: tuple[int | None, ...]
-    #: "float32" or "bfloat16": what the checkpoint declares; used for dtype "auto".
+    #: What the checkpoint declares, as torch spells it; taken for dtype "auto", which refuses what is not computed.
     dtype: str
     eos_token_ids: frozenset[int] = frozenset()
     #: How the weights are stored, where that is not as plain numbers.

@@ -23,8 +23,8 @@ class LoadedModel:
     """A decoder and the fingerprint of the checkpoint that it came from."""
 
     decoder: MoeDecoder
-    #: xxh3-128, hex, over the configuration, rotary frequencies, and name, shape, dtype and bytes of every tensor,
-    #: however it is sharded.
+    #: xxh3-128, hex, over the configuration, rotary frequencies, and name, shape, dtype and bytes of every tensor that
+    #: is loaded, dequantised but not yet converted; however the checkpoint is sharded.
     fingerprint: str
 
 

@@ -27,7 +27,7 @@ from common.model.tokenizer_training import BOS_ID, MIN_VOCAB_SIZE, PAD_ID, writ
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-#: Ending of the one tensor that is fp32 in every checkpoint.
+#: Ending of the one tensor that is written in fp32 whatever the checkpoint's dtype, as published checkpoints have it.
 _CORRECTION = "e_score_correction_bias"
 
 FloatArray = npt.NDArray[np.float32]

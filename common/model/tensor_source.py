@@ -13,7 +13,11 @@ from common.model.progress import Advance
 
 
 class TensorSource:
-    """Copies tensors into place, converted, and keeps a digest of each as it stood in the checkpoint."""
+    """Copies tensors into place, converted, and keeps a digest of each as it was before that.
+
+    Of a quantised tensor that is the digest of the values that it stands for, in the type that they are dequantised to:
+    a checkpoint and its dequantised copy have equal digests.
+    """
 
     def __init__(self, files: CheckpointTensors, dtype: torch.dtype, device: torch.device, advance: Advance) -> None:
         self._files = files
@@ -27,7 +31,7 @@ class TensorSource:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor as it stands in the checkpoint, on the CPU; valid while the files are open."""
+        """One tensor, dequantised if need be and not converted, on the CPU; valid while the files are open."""
         tensor = self._files.read(name)
         self._digest(name, tensor.dtype, xxhash.xxh3_128(self._take(tensor)))
         return tensor

@@ -28,7 +28,10 @@ def router_tensor(config: ModelConfig, layer: int, name: str = "weight") -> str:
 
 
 def correction_tensor(config: ModelConfig, layer: int) -> str:
-    """Name of what is added to the scores of the experts for the choice only; fp32 in every checkpoint."""
+    """Name of what is added to the scores of the experts for the choice only.
+
+    It is loaded in fp32, as published checkpoints store it; one that stores fewer bits is loaded too.
+    """
     return router_tensor(config, layer, "e_score_correction_bias")
 
 

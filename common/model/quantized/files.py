@@ -10,7 +10,7 @@ from common.errors import CheckpointError
 from common.model.checkpoint import CheckpointFiles, CheckpointTensors
 from common.model.quantized.config import Quantization
 from common.model.quantized.stored_fp8 import find_fp8
-from common.model.quantized.stored_mxfp4 import find_mxfp4
+from common.model.quantized.stored_mxfp4 import StoredMxfp4, find_mxfp4
 
 
 class StoredTensor(Protocol):
@@ -27,8 +27,6 @@ class StoredTensor(Protocol):
         """The names that it is stored under, which are not tensors of their own."""
 
     def read(self) -> torch.Tensor: ...
-
-    def read_slice(self, index: int) -> torch.Tensor: ...
 
 
 class DequantizedFiles(CheckpointTensors):
@@ -66,7 +64,10 @@ class DequantizedFiles(CheckpointTensors):
 
     def read_slice(self, name: str, index: int) -> torch.Tensor:
         stored = self._stored.get(name)
-        return stored.read_slice(index) if stored else self._files.read_slice(name, index)
+        if stored is None:
+            return self._files.read_slice(name, index)
+        assert isinstance(stored, StoredMxfp4), f"{name} is one matrix, which is read as a whole"
+        return stored.read_slice(index)
 
     def close(self) -> None:
         self._files.close()

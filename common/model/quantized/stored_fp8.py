@@ -49,9 +49,6 @@ class StoredFp8:
             return weight.float() * scale_inv.reshape(())
         return dequantize_block_fp8(weight, scale_inv, self.block)
 
-    def read_slice(self, index: int) -> torch.Tensor:
-        return self.read()[index]
-
     def check(self) -> None:
         """Raises CheckpointError unless the scales fit the weight."""
         scale = self.name + _SUFFIX

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import CheckpointError
 from common.model.families import parse_config
 from common.model.loader import LoadedModel, build_decoder, load_model
+from common.model.moe import MoeFeedForward
 from common.model.quantized.config import MXFP4, Quantization, block_fp8
 from common.model.quantized.files import open_checkpoint
 from common.model.synthesize import synthesize
@@ -166,3 +167,31 @@ def test_progress_goes_to_the_end_although_some_tensors_are_never_read(
     with open_checkpoint(path, config.quantization) as files:
         build_decoder(TensorSource(files, torch.float32, CPU, counted.append), config, None)
         assert sum(counted) == files.num_bytes(checkpoint_tensors(config)) > 0
+
+
+def test_a_quantised_tensor_counts_as_the_values_that_it_stands_for(tmp_path: Path) -> None:
+    quantization, packed, plain = block_fp8(16, 24), tmp_path / "packed", tmp_path / "plain"
+    synthesize("qwen3_moe", "tiny", 0, _SMALL, packed, quantization=quantization)
+    plain.mkdir()
+    with open_checkpoint(packed, quantization) as files:
+        save_file({name: files.read(name) for name in files.names()}, plain / "model.safetensors")
+    config, fingerprints = parse_config(packed), set[str]()
+    for path, kind in ((packed, quantization), (plain, None)):
+        with open_checkpoint(path, kind) as files:
+            source = TensorSource(files, torch.bfloat16, CPU, lambda count: None)
+            build_decoder(source, config, None)
+        fingerprints.add(source.fingerprint(config, ""))
+    assert len(fingerprints) == 1
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_correction_is_fp32_whatever_it_is_stored_and_computed_in(tmp_path: Path, stored: torch.dtype) -> None:
+    path = make_checkpoint(tmp_path / "m", "glm4_moe", {"num_hidden_layers": 2})
+    drawn = torch.linspace(-0.1, 0.1, 8).to(stored)
+    _edit(path, lambda tensors: tensors.update({"model.layers.1.mlp.gate.e_score_correction_bias": drawn}))
+    feed_forward = _load(path, torch.bfloat16).decoder._layers[1].feed_forward
+    assert isinstance(feed_forward, MoeFeedForward)
+    correction = feed_forward.router.correction_E
+    assert correction is not None
+    assert correction.dtype == torch.float32
+    assert torch.equal(correction, drawn.float())
