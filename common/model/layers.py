@@ -32,6 +32,9 @@ def prepare_weight(weight_OI: torch.Tensor) -> torch.Tensor:
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`, [T, O]; a row's result does not depend on the other rows.
 
+    In bf16 the product is rounded, then the bias added and the sum rounded again: a kernel that adds the bias itself
+    rounds once, and would have to prove anew that its rows are independent.
+
     Args:
         weight_OI: plain, or from `prepare_weight`.
     """

@@ -56,6 +56,12 @@ def test_linear_is_the_product_plus_the_bias(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(_double(linear(x, weight, bias)), expected, atol=tolerance)
 
 
+def test_a_bf16_product_is_rounded_before_its_bias_is_added() -> None:
+    """By hand, with steps of 2 between 256 and 512: 257 goes to 256 and stays there; in one sum it would be 258."""
+    x, weight = torch.tensor([[256.0, 1.0]]).bfloat16(), torch.ones(3, 2).bfloat16()
+    assert linear(x, weight, torch.tensor([0.0, 1.0, 2.0]).bfloat16()).tolist() == [[256.0, 256.0, 258.0]]
+
+
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), _SHAPES)
 def test_a_prepared_weight_computes_the_same_product(num_outputs: int, num_inputs: int) -> None:
     x, weight = _draw(9, num_inputs, dtype=torch.bfloat16), _draw(num_outputs, num_inputs, dtype=torch.bfloat16)
