@@ -85,7 +85,11 @@ class MultiHeadLatentAttention:
         return torch.cat((_rms_norm(c_TC, self.key_value_norm).unsqueeze(1), k_T1E), dim=-1)
 
     def _queries(self, x_TH: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """Scaled queries in the space of the cached vectors, [T, N, C + E]."""
+        """Scaled queries in the space of the cached vectors, [T, N, C + E].
+
+        In bf16 an absorbed query is rounded twice: as the output of its product, and once it is scaled, in fp32. The
+        rotated part is rotated and scaled in fp32, and rounded after that.
+        """
         inputs = x_TH if self.compressed_query is None else self.compressed_query.forward(x_TH)
         heads = linear(inputs, self.query).view(len(x_TH), self.config.num_heads, -1)
         plain_TNP, rotated_TNE = heads.tensor_split((self.config.plain_dim,), dim=-1)
