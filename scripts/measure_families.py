@@ -50,9 +50,9 @@ def _measure(path: Path) -> Iterator[str]:
     num_sets = sum(one.num_sets for one in fp32)
     yield f"{num_sets - sum(one.num_differing for one in fp32):,} of {num_sets:,}"
     yield f"{max(one.logit_error for one in fp32):.1e}"
-    bf16 = [Bf16Agreement.measure(path, tokens) for tokens in sequences]
-    for share in ("with_bf16", "with_fp32", "yardstick"):
-        yield f"{100 * sum(getattr(one, share) for one in bf16) / len(bf16):.1f} %"
+    bf16 = Bf16Agreement.measure(path)
+    for share in (bf16.with_bf16, bf16.with_fp32, bf16.yardstick):
+        yield f"{100 * share:.1f} %"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from common.model.families import parse_config
 from common.routing.record import RoutingArray
 from tests.parity.reference import Reference, differing_rows, first_tie, run_reference
 from tests.unit.model.harness import Harness, load_decoder
@@ -89,14 +90,15 @@ class Bf16Agreement:
     yardstick: float
 
     @classmethod
-    def measure(cls, path: Path, tokens: list[int]) -> "Bf16Agreement":
-        rows_TLK = run_engine(path, tokens, torch.bfloat16).rows_TLK
-        fp32, bf16 = (run_reference(path, tokens, dtype) for dtype in (torch.float32, torch.bfloat16))
-        return cls(
-            with_bf16=_equal_rows(bf16, rows_TLK),
-            with_fp32=_equal_rows(fp32, rows_TLK),
-            yardstick=_equal_rows(fp32, _rows_of(bf16)),
-        )
+    def measure(cls, path: Path) -> "Bf16Agreement":
+        """Over random tokens and text: one sequence of either alone says little about a few percent."""
+        shares = []
+        for tokens in (random_tokens(parse_config(path).vocab_size), text_tokens(path)):
+            rows_TLK = run_engine(path, tokens, torch.bfloat16).rows_TLK
+            fp32, bf16 = (run_reference(path, tokens, dtype) for dtype in (torch.float32, torch.bfloat16))
+            comparisons = (bf16, rows_TLK), (fp32, rows_TLK), (fp32, _rows_of(bf16))
+            shares.append([_equal_rows(reference, rows) for reference, rows in comparisons])
+        return cls(*map(float, np.mean(shares, axis=0)))
 
 
 def _equal_rows(reference: Reference, rows_TLK: RoutingArray) -> float:

@@ -37,15 +37,16 @@ def test_experts_and_logits_equal_those_of_transformers_in_fp32(checkpoint: Path
     assert not answer.rows_TLK[:, dense].any()
 
 
-def test_most_bf16_rows_are_those_of_transformers(
-    checkpoint: Path, tokens: list[int], record_property: Callable[[str, object], None]
+def test_bf16_rows_are_as_often_those_of_transformers_as_its_own_are(
+    checkpoint: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """bf16 rounds differently in every implementation, so the bounds only tell rounding from another model."""
-    agreement = Bf16Agreement.measure(checkpoint, tokens)
+    """bf16 rounds differently in every implementation; transformers' own bf16 and fp32 show how much that is."""
+    agreement = Bf16Agreement.measure(checkpoint)
     for name, share in dataclasses.asdict(agreement).items():
         record_property(name, share)
-    assert agreement.with_bf16 > 0.8
-    assert agreement.with_fp32 > agreement.yardstick - 0.1
+    assert agreement.yardstick > 0.9
+    assert agreement.with_bf16 > agreement.yardstick - 0.05
+    assert agreement.with_fp32 > agreement.yardstick - 0.05
 
 
 def test_a_config_that_transformers_saves_reads_the_same(checkpoint: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from common.model.families import parse_config
 from common.model.quantized.config import MXFP4, Quantization, block_fp8
 from common.model.synthesize import synthesize
-from tests.parity.agreement import Agreement, random_tokens, run_engine
+from tests.parity.agreement import Agreement, Bf16Agreement, random_tokens, run_engine
 from tests.parity.reference import run_reference
 
 _VARIANTS: dict[str, tuple[str, Quantization]] = {
@@ -40,3 +40,9 @@ def test_experts_and_logits_equal_those_of_transformers_in_fp32(checkpoint: Path
     assert agreement.num_differing == 0
     assert agreement.logit_error < 1e-4
     assert agreement.num_sets > 400 * len(config.moe_layers)
+
+
+def test_bf16_rows_are_as_often_those_of_transformers_as_its_own_are(checkpoint: Path) -> None:
+    agreement = Bf16Agreement.measure(checkpoint)
+    assert agreement.with_bf16 > agreement.yardstick - 0.05
+    assert agreement.with_fp32 > agreement.yardstick - 0.05
