@@ -13,7 +13,7 @@ from common.engine.compute import ComputedChunk, compute
 from common.engine.group import ChoiceGroup
 from common.engine.handed_over import is_of_other_weights, misplaced, problem_of
 from common.engine.limits import EngineLimits
-from common.engine.moves import BlockMover, Failure
+from common.engine.moves import BlockMover
 from common.engine.reporter import Reporter
 from common.engine.request import (
     BlocksLeased,
@@ -186,12 +186,12 @@ class EngineCore:
     def _next_batch(self) -> ScheduledBatch | None:
         """The next step, all of whose sequences have the blocks that they need."""
         while True:
-            self._admit()
-            preempted = self._grow()
+            moved = self._admit()
+            moved |= self._grow()
             batch = self._scheduler.schedule()
-            if batch is not None or not preempted:
+            if batch is not None or not moved:
                 return batch
-            # Whoever ran gave its blocks up for one that is more urgent, and which can be admitted now.
+            # Whoever could run gave its blocks up, or failed: there may be room for others now.
 
     def take_events(self) -> list[EngineEvent]:
         """What happened since the last call, in order."""
@@ -210,13 +210,15 @@ class EngineCore:
             found += sequence.saved_violations(block_size)
         return self._scheduler.check_invariants() + found
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Lets in who fits; whether others lost blocks or failed."""
         admitted = self._scheduler.admit()
-        self._fail(self._mover.carry_out(self._scheduler.take_changes(), admitted))
+        moved = self._carry_out(admitted)
         for sequence in admitted:
             group = self._scheduler.find(sequence.request.request_id)
             if group is not None and not group.is_forked:
                 self._tell_admission(sequence)
+        return moved
 
     def _tell_admission(self, prompt: SequenceState) -> None:
         request = prompt.request
@@ -228,16 +230,17 @@ class EngineCore:
             self._reporter.events.append(PrefillsLocally(request.request_id, prompt.num_cached))
 
     def _grow(self) -> bool:
-        """Makes room for the next tokens; whether somebody was preempted for it."""
+        """Makes room for the next tokens; whether somebody lost blocks or failed."""
         self._scheduler.grow()
-        changes = self._scheduler.take_changes()
-        self._fail(self._mover.carry_out(changes))
-        return bool(changes.preempted)
+        return self._carry_out()
 
-    def _fail(self, failures: Iterable[Failure]) -> None:
+    def _carry_out(self, admitted: Sequence[SequenceState] = ()) -> bool:
+        changes = self._scheduler.take_changes()
+        failures = self._mover.carry_out(changes, admitted)
         for sequence, error in failures:
             if (group := self._scheduler.find(sequence.request.request_id)) is not None:
                 self._reporter.fail(group, error)
+        return bool(changes.preempted or failures)
 
     def _count_hits(self, sequence: SequenceState) -> None:
         if self._cache.enabled and sequence.request.sampling.prompt_logprobs is None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from common.kv.pool import BlockId
 from common.kv.store import KVStore, SlotArray
 from common.model.batch import Chunk, StepOutput
 from tests.fakes.fake_runner import ROUTING, FakeRunner, fake_store
@@ -59,35 +60,59 @@ def two_that_do_not_fit(rig: FakeRig, num_prompt: int = 6, **fields: object) -> 
 
 
 class WatchedStore(KVStore):
-    """Counts the slots of each read of KV, and fails while `fails` is set, but not in a forward pass."""
+    """Tells what happens to it outside of forward passes, and fails there.
+
+    Attributes:
+        in_step: a forward pass runs.
+        failures: by method, what its next calls raise, one after the other.
+        reads, writes: the slots of each call of `read_kv` and `write_kv`.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(fake_store(2).layout, ROUTING, num_blocks + 1, torch.device("cpu"), poison=True)
-        self.fails = False
-        self.reads: list[int] = []
+        self.in_step = False
+        self.failures: dict[str, list[Exception]] = {}
+        self.reads: list[list[int]] = []
+        self.writes: list[list[int]] = []
 
     def read_kv(self, slots: SlotArray) -> torch.Tensor:
-        self.reads.append(len(slots))
-        if self.fails:
-            raise RuntimeError("out of memory")
+        self._call("read_kv", self.reads, slots.tolist())
         return super().read_kv(slots)
 
+    def write_kv(self, slots: SlotArray, kv_LCNGD: torch.Tensor) -> None:
+        self._call("write_kv", self.writes, slots.tolist())
+        super().write_kv(slots, kv_LCNGD)
 
-class CalmRunner(FakeRunner):
+    def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
+        self._call("clear_blocks", [], [])
+        super().clear_blocks(blocks)
+
+    def _call(self, method: str, calls: list[list[int]], slots: list[int]) -> None:
+        if self.in_step:
+            return
+        calls.append(slots)
+        if failures := self.failures.get(method):
+            raise failures.pop(0)
+
+
+class WatchedRunner(FakeRunner):
+    """Tells the store when it computes."""
+
     def __init__(self, store: WatchedStore) -> None:
         super().__init__(store)
         self._watched = store
 
     def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
-        fails, self._watched.fails = self._watched.fails, False
+        self._watched.in_step = True
         output = super().execute(chunks)
-        self._watched.fails = fails
+        self._watched.in_step = False
         return output
 
 
 def watched_rig(num_blocks: int, seats: int = 8) -> tuple[CoreRig, WatchedStore]:
+    """A rig whose store is a WatchedStore, with `num_blocks` usable blocks."""
     store = WatchedStore(num_blocks)
-    return CoreRig(CalmRunner(store), store, limits(max_num_seqs=seats), EOS), store
+    return CoreRig(WatchedRunner(store), store, limits(max_num_seqs=seats), EOS), store
 
 
 def freeze(rig: FakeRig) -> int:

@@ -4,22 +4,18 @@ import pytest
 
 from common.engine.request import RequestId
 from common.errors import InternalError
-from common.sampling import Finish, FinishReason, SamplingParams
+from common.sampling import Finish, FinishReason
 from tests.unit.engine.crowded import (
     NOTHING,
     PLENTY,
     assert_solo,
-    prompt_of,
     rig_of,
     two_that_do_not_fit,
-    watched_rig,
 )
 from tests.unit.engine.rig import (
     FakeRig,
     Transcript,
-    greedy,
     limits,
-    make_request,
 )
 
 
@@ -73,17 +69,4 @@ def test_a_step_that_fails_while_recomputing_fails_the_request() -> None:
     rig.runner.fails_on = lambda chunks: True
     rig.run()
     assert isinstance(b.error, InternalError)
-    rig.assert_baseline()
-
-
-def test_what_cannot_be_saved_fails_alone() -> None:
-    rig, store = watched_rig(9)
-    a = rig.submit(make_request("a", prompt_of(6, 0), greedy(14)))
-    b = rig.submit(make_request("b", prompt_of(6, 1), SamplingParams(14, n=2, temperature=1.5, ignore_eos=True)))
-    rig.step()
-    store.fails = True
-    rig.run()
-    assert rig.core.stats.preemptions == 1
-    assert isinstance(b.error, InternalError)
-    assert_solo(a)
     rig.assert_baseline()

@@ -63,7 +63,7 @@ def test_choices_that_give_their_prompt_up_together_share_its_copy() -> None:
     store.reads.clear()
     rig.step()
     assert rig.core.stats.preemptions_swapped == 3
-    assert store.reads == [8, 16]  # the copy, and the forward pass
+    assert [len(slots) for slots in store.reads] == [8]
     rig.run()
     rig.assert_baseline()
 
