@@ -10,6 +10,7 @@ import structlog
 from common.engine.admission import Admission
 from common.engine.batch import ScheduledBatch
 from common.engine.compute import ComputedChunk, compute
+from common.engine.faults import OUT_OF_MEMORY, memory_failure
 from common.engine.group import ChoiceGroup
 from common.engine.handed_over import is_of_other_weights, misplaced, problem_of
 from common.engine.limits import EngineLimits
@@ -129,6 +130,9 @@ class EngineCore:
             self._take_over(group, prompt, first_tokens, num_cached)
         except MoerelayError as error:
             self._reporter.fail(group, error)
+        except OUT_OF_MEMORY as error:
+            _, failure = memory_failure(prompt, "taking a handoff over", "give the worker more host memory", error)
+            self._reporter.fail(group, failure)
 
     def _take_over(
         self, group: ChoiceGroup, prompt: SequenceState, first_tokens: Sequence[SampledToken], num_cached: int

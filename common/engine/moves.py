@@ -4,18 +4,20 @@ from collections.abc import Iterable
 
 import structlog
 
+from common.engine.faults import OUT_OF_MEMORY, Failure, memory_failure
 from common.engine.preemption import BlockChanges, Preemption
 from common.engine.saved import SavedRange, save
 from common.engine.sequence import SequenceState
 from common.engine.stats import EngineStats
-from common.errors import InternalError, MoerelayError
+from common.errors import MoerelayError
 from common.kv.pool import BlockId, BlockPool
 from common.kv.store import KVStore
 
 _log = structlog.get_logger(__name__)
 
-#: A sequence whose request has to end in this error.
-Failure = tuple[SequenceState, MoerelayError]
+#: What leaves more room for copies, and for what is computed beside the KV cache.
+_HOST = "lower --swap-space, or give the worker more host memory"
+_DEVICE = "lower --kv-cache-memory or --num-kv-blocks, so that more of the device's memory is left"
 
 
 class BlockMover:
@@ -59,8 +61,8 @@ class BlockMover:
                 copies[preemption.blocks] = save(self._store, preemption.blocks, end, routing=sequence.wants_rows)
         except MoerelayError as error:
             return sequence, error
-        except (RuntimeError, MemoryError) as error:  # what torch and NumPy raise when memory is out
-            return _failure(sequence, "saving preempted KV failed", error)
+        except OUT_OF_MEMORY as error:
+            return memory_failure(sequence, f"copying the KV of {end} positions to host memory", _HOST, error)
         sequence.saved = (*copies[preemption.blocks], *sequence.saved)
         return None
 
@@ -70,8 +72,8 @@ class BlockMover:
             return []
         try:
             self._store.clear_blocks([block for _, block in grown])
-        except RuntimeError as error:
-            return [_failure(s, "preparing blocks failed", error) for s, _ in grown]
+        except OUT_OF_MEMORY as error:
+            return [memory_failure(s, f"preparing one of {len(grown)} KV blocks", _DEVICE, error) for s, _ in grown]
         return []
 
     def _fill(self, sequence: SequenceState) -> Failure | None:
@@ -81,12 +83,7 @@ class BlockMover:
             self._store.clear_blocks(sequence.blocks[sequence.num_shared :])
             for saved in sequence.saved:
                 saved.write(self._store, sequence.blocks, start)
-        except RuntimeError as error:
-            return _failure(sequence, "preparing blocks failed", error)
+        except OUT_OF_MEMORY as error:
+            return memory_failure(sequence, f"preparing {len(sequence.blocks)} KV blocks", _DEVICE, error)
         sequence.saved = ()
         return None
-
-
-def _failure(sequence: SequenceState, event: str, error: Exception) -> Failure:
-    _log.error(event, request=sequence.request.request_id, exc_info=error)
-    return sequence, InternalError(f"the KV cache failed: {type(error).__name__}")
