@@ -9,12 +9,17 @@ from common.kv.pool import BlockId, BlockPool
 
 
 class Allotment:
-    """Gives a sequence the blocks of all tokens that are known, or none."""
+    """Gives a sequence the blocks of all tokens that are known, or none.
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache, swap: SwapSpace) -> None:
+    Args:
+        exact: see `EngineLimits`.
+    """
+
+    def __init__(self, pool: BlockPool, cache: PrefixCache, swap: SwapSpace, *, exact: bool) -> None:
         self._pool = pool
         self._cache = cache
         self._swap = swap
+        self._exact = exact
 
     def try_give(self, sequence: SequenceState, reserve: int) -> bool:
         """False, and no change, unless at least `reserve` blocks are left."""
@@ -45,6 +50,8 @@ class Allotment:
             self._begin_under_weights_in_use(sequence)
             if sequence.request.sampling.prompt_logprobs is not None:
                 return []  # every position's logits are wanted
+        elif sequence.phase is Phase.PREEMPTED and not self._exact:
+            return []  # its rows are those of the pass that computed its own KV, which it has kept
         elif sequence.phase is Phase.FORKED or sequence.epoch != self._cache.epoch:
             return []
         if not self._cache.enabled:

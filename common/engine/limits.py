@@ -1,11 +1,11 @@
-"""Fixed bounds of one engine."""
+"""Fixed bounds of one engine, and how far its results can be relied on."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Read from the settings and the checkpoint once; every field but the last is at least 1."""
+    """Read from the settings and the checkpoint once; every number but the last is at least 1."""
 
     #: Tokens per step, over all sequences: the largest prefill chunk.
     max_num_batched_tokens: int
@@ -18,6 +18,8 @@ class EngineLimits:
     vocab_size: int
     #: Host memory for KV and rows of preempted sequences; those that do not fit are computed again.
     swap_space_bytes: int
+    #: Positions that are forwarded again get the same bits. Where they do not, KV is always kept, and never replaced.
+    exact: bool = True
 
     @property
     def num_seats(self) -> int:

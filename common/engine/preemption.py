@@ -45,6 +45,7 @@ class Preemptor:
 
     Args:
         seated, line: those of the scheduler; victims are moved from one to the other.
+        exact: see `EngineLimits`.
     """
 
     def __init__(
@@ -54,12 +55,15 @@ class Preemptor:
         swap: SwapSpace,
         seated: dict[SequenceState, None],
         line: WaitingLine,
+        *,
+        exact: bool,
     ) -> None:
         self._pool = pool
         self._cache = cache
         self._swap = swap
         self._seated = seated
         self._line = line
+        self._exact = exact
         #: The engine is about to freeze: whoever is preempted keeps a copy, and nobody who is computed again is.
         self.settling = False
         self._changes = BlockChanges()
@@ -141,10 +145,10 @@ class Preemptor:
         victim.phase, victim.blocks, victim.num_shared = Phase.PREEMPTED, (), 0
 
     def _try_keep(self, victim: SequenceState) -> bool:
-        """Room for a copy of what was computed: if there is some, if it could not be computed again, or not soon."""
+        """Room for a copy of what was computed: if there is some, or if computing again is wrong or takes too long."""
         if victim.num_computed and self._swap.try_take(victim):
             return True
-        if victim.weights == self._cache.num_weight_changes and not self.settling:
+        if self._exact and victim.weights == self._cache.num_weight_changes and not self.settling:
             return False
         self._swap.take(victim)
         return True

@@ -52,14 +52,14 @@ class Scheduler:
         self._limits = limits
         self._cache = cache
         self._swap = swap
-        self._allotment = Allotment(pool, cache, swap)
+        self._allotment = Allotment(pool, cache, swap, exact=limits.exact)
         self._block_size = cache.block_size
         self._live: dict[RequestId, ChoiceGroup] = {}
         self._num_arrived = 0
         self._line = WaitingLine()
         #: Sequences that take part in steps, or will without waiting again; in order of admission.
         self._seated: dict[SequenceState, None] = {}
-        self._preemptor = Preemptor(pool, cache, swap, self._seated, self._line)
+        self._preemptor = Preemptor(pool, cache, swap, self._seated, self._line, exact=limits.exact)
 
     def add(self, request: EngineRequest) -> None:
         """Puts the request into the waiting line, behind those of its priority."""

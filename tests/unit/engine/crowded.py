@@ -43,12 +43,12 @@ def assert_solo(*transcripts: Transcript) -> None:
             choice.assert_equals(solo(transcript.request, choice.choice))
 
 
-def run_until_preempted(rig: FakeRig, count: int = 1) -> None:
+def run_until_preempted(rig: CoreRig, count: int = 1) -> None:
     while rig.core.stats.preemptions < count:
         assert rig.step()
 
 
-def two_that_do_not_fit(rig: FakeRig, num_prompt: int = 6, **fields: object) -> tuple[Transcript, Transcript]:
+def two_that_do_not_fit(rig: CoreRig, num_prompt: int = 6, **fields: object) -> tuple[Transcript, Transcript]:
     """Two requests of 5 blocks each, of which the second one has been preempted. The pool has 6 or 7 blocks."""
     first, second = (
         make_request("a", prompt_of(6, 0), greedy(14)),
@@ -66,6 +66,7 @@ class WatchedStore(KVStore):
         in_step: a forward pass runs.
         failures: by method, what its next calls raise, one after the other.
         reads, writes: the slots of each call of `read_kv` and `write_kv`.
+        clears: the blocks of each call of `clear_blocks`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -74,6 +75,7 @@ class WatchedStore(KVStore):
         self.failures: dict[str, list[Exception]] = {}
         self.reads: list[list[int]] = []
         self.writes: list[list[int]] = []
+        self.clears: list[list[int]] = []
 
     def read_kv(self, slots: SlotArray) -> torch.Tensor:
         self._call("read_kv", self.reads, slots.tolist())
@@ -84,13 +86,13 @@ class WatchedStore(KVStore):
         super().write_kv(slots, kv_LCNGD)
 
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
-        self._call("clear_blocks", [], [])
+        self._call("clear_blocks", self.clears, list(blocks))
         super().clear_blocks(blocks)
 
-    def _call(self, method: str, calls: list[list[int]], slots: list[int]) -> None:
+    def _call(self, method: str, calls: list[list[int]], what: list[int]) -> None:
         if self.in_step:
             return
-        calls.append(slots)
+        calls.append(what)
         if failures := self.failures.get(method):
             raise failures.pop(0)
 
@@ -109,13 +111,16 @@ class WatchedRunner(FakeRunner):
         return output
 
 
-def watched_rig(num_blocks: int, seats: int = 8) -> tuple[CoreRig, WatchedStore]:
+def watched_rig(
+    num_blocks: int, *, seats: int = 8, swap: int = PLENTY, exact: bool = True
+) -> tuple[CoreRig, WatchedStore]:
     """A rig whose store is a WatchedStore, with `num_blocks` usable blocks."""
     store = WatchedStore(num_blocks)
-    return CoreRig(WatchedRunner(store), store, limits(max_num_seqs=seats), EOS), store
+    bounds = limits(max_num_seqs=seats, swap_space_bytes=swap, exact=exact)
+    return CoreRig(WatchedRunner(store), store, bounds, EOS), store
 
 
-def freeze(rig: FakeRig) -> int:
+def freeze(rig: CoreRig) -> int:
     """What the engine does before it stops; the number of steps that it took."""
     rig.core.close_admission()
     steps = 0

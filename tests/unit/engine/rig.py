@@ -39,8 +39,11 @@ def limits(
     max_waiting: int = 100,
     max_model_len: int = 128,
     swap_space_bytes: int = 2**20,
+    exact: bool = True,
 ) -> EngineLimits:
-    return EngineLimits(max_num_batched_tokens, max_num_seqs, max_waiting, max_model_len, VOCAB_SIZE, swap_space_bytes)
+    return EngineLimits(
+        max_num_batched_tokens, max_num_seqs, max_waiting, max_model_len, VOCAB_SIZE, swap_space_bytes, exact
+    )
 
 
 def make_request(

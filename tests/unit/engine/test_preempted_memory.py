@@ -15,6 +15,7 @@ from tests.unit.engine.crowded import (
     assert_solo,
     prompt_of,
     rig_of,
+    run_until_preempted,
     two_that_do_not_fit,
     watched_rig,
 )
@@ -92,15 +93,39 @@ def test_the_cached_beginning_is_shared_and_not_recomputed() -> None:
     assert not a.ended
 
 
-def test_a_copy_is_written_only_where_the_cache_has_nothing() -> None:
-    rig = rig_of(7)
-    _, b = two_that_do_not_fit(rig)
-    before = len(rig.runner.batches)
+@pytest.mark.parametrize("num_cached", [0, 2])
+def test_a_copy_is_written_only_where_the_cache_has_nothing(num_cached: int) -> None:
+    """11 positions in 3 blocks: those that the cache still has are others' too, and only read."""
+    rig, store = watched_rig(6)
+    _, b = two_that_do_not_fit(rig, num_prompt=5)
+    assert len(b.request.prompt) + len(b.tokens) == 12
+    if not num_cached:
+        rig.core.reset_prefix_cache()
     rig.cancel(RequestId("a"))
+    store.clears.clear()
+    rig.step()
+    own, *_ = store.clears
+    assert len(own) == 3 - num_cached
+    slots = [4 * block + i for block in own for i in range(4)]
+    assert store.writes == [slots[:-1]]
     rig.run()
     assert_solo(b)
-    assert all(len(chunk.token_ids) == 1 for batch in rig.runner.batches[before:] for chunk in batch)
     assert rig.core.stats.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_where_results_depend_on_the_batch_all_kv_is_kept_and_comes_back(exact: bool) -> None:
+    """Two equal requests: the one that stays has cached everything that the other had, from a pass of its own."""
+    rig, store = watched_rig(7, swap=NOTHING, exact=exact)
+    a, b = (rig.submit(make_request(name, prompt_of(6), greedy(14))) for name in "ab")
+    run_until_preempted(rig)
+    assert (rig.core.load().swap_bytes_used, rig.core.stats.preemptions_recomputed) == (
+        (0, 1) if exact else (12 * POSITION_BYTES, 0)
+    )
+    rig.run()
+    assert [len(slots) for slots in store.writes] == ([] if exact else [12])
+    assert_solo(a, b)
+    rig.assert_baseline()
 
 
 def test_rows_that_come_back_are_those_of_their_positions() -> None:
