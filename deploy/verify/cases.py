@@ -13,7 +13,7 @@ _EDGE_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33)
 #: Each so many requests, one repeats its predecessor in another form, and one goes on where its predecessor ended.
 _REPEAT_EVERY = 5
 _CONTINUE_EVERY, _CONTINUE_AT = 10, 7
-_NUM_SHARED_PREFIXES = 3
+_NUM_SHARED_PREFIXES = 2
 
 
 def make_case(seed: int, index: int, limits: CaseLimits) -> Case:
@@ -104,6 +104,6 @@ def _wire(rng: random.Random) -> Wire:
         wants_rows=rng.random() < 0.95,
         return_token_ids=rng.random() < 0.2,
         max_event_bytes=rng.choice((None, None, 1024, 4096)),
-        cache_salt=rng.choice((None, None, "a", "b")),
+        cache_salt=rng.choice((None, None, None, None, "a", "b")),
         priority=rng.choice((0, 0, -1, 5)),
     )
