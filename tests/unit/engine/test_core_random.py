@@ -156,12 +156,15 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leased())
     @rule(data=st.data())
     def hand_over(self, data: st.DataObject) -> None:
-        """Another engine computed a prompt: its KV, rows and first tokens arrive."""
+        """Another engine computed a prompt, maybe with earlier weights: its KV, rows and first tokens arrive."""
         transcript = data.draw(st.sampled_from(self.leased()))
         request = transcript.request
         bounds = limits(max_num_batched_tokens=data.draw(st.integers(1, 20)))
-        far = FakeRig(bounds=bounds, weights=self.rig.runner.weights)
-        far.core.weight_version = self.rig.core.weight_version
+        # What was cached here is of the weights in use; a handoff of others that builds on it is refused.
+        oldest = self.rig.runner.weights if transcript.num_leased_cached else 0
+        weights = data.draw(st.integers(oldest, self.rig.runner.weights))
+        far = FakeRig(bounds=bounds, weights=weights)
+        far.core.weight_version = str(weights or "")
         there = far.submit(
             EngineRequest(request.request_id, request.prompt, request.sampling, request.routing_start, Work.PREFILL)
         )

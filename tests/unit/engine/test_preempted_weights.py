@@ -23,6 +23,7 @@ from tests.unit.engine.rig import (
     greedy,
     limits,
     make_request,
+    solo,
     straddling_solo,
 )
 
@@ -196,3 +197,21 @@ def test_weights_do_not_change_under_what_has_to_be_computed_again() -> None:
     two_that_do_not_fit(rig)
     with pytest.raises(AssertionError, match="other weights"):
         rig.core.weight_version = "1"
+
+
+def test_a_prompt_of_other_weights_is_never_computed_again() -> None:
+    """The prefill worker had not got the new ones yet: no copy would mean KV of the weights in use here."""
+    rig = rig_of(7, swap=NOTHING)
+    change_weights(rig)
+    a = rig.submit(make_request("a", prompt_of(6, 0), greedy(14)))
+    rig.step()
+    pair = RigPair(rig_of(16), rig)
+    b = pair.start(make_request("b", prompt_of(6, 1), greedy(14)))
+    pair.hand_over(b.request.request_id)
+    run_until_preempted(rig)
+    assert (rig.core.stats.preemptions_swapped, rig.core.stats.preemptions_recomputed) == (1, 0)
+    rig.run()
+    a.assert_equals(solo(a.request, weights=1, version="1"))
+    assert [token.weight_version for token in b.tokens] == ["", *["1"] * 13]
+    assert_straddles(b)
+    rig.assert_baseline()
