@@ -15,6 +15,7 @@ from common.engine.group import ChoiceGroup
 from common.engine.handed_over import is_of_other_weights, misplaced, problem_of
 from common.engine.limits import EngineLimits
 from common.engine.moves import BlockMover
+from common.engine.preemption_log import PreemptionLog
 from common.engine.reporter import Reporter
 from common.engine.request import (
     BlocksLeased,
@@ -63,7 +64,7 @@ class EngineCore:
         self._cache = PrefixCache(pool, store.layout.block_size, store.has_rows, enabled=prefix_caching)
         swap = SwapSpace(limits.swap_space_bytes, store.layout.token_bytes, store.routing.row_bytes)
         self._scheduler = Scheduler(pool, limits, self._cache, swap)
-        self._mover = BlockMover(store, pool, self.stats)
+        self._mover = BlockMover(store, pool, self.stats, PreemptionLog(self.stats, swap))
         self._eos_token_ids = eos_token_ids
         self._vocab_size = limits.vocab_size
         self._admission = admission

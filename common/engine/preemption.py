@@ -22,6 +22,8 @@ class Preemption:
     end: int
     #: Positions that it had.
     num_computed: int
+    #: The copy does not fit into the swap space, and is needed all the same.
+    exceeds: bool
 
 
 @dataclass(slots=True)
@@ -139,7 +141,8 @@ class Preemptor:
             self._line.add(victim)
         if not self._try_keep(victim):
             victim.num_computed, victim.saved, in_blocks = 0, (), 0
-        self._changes.preempted.append(Preemption(victim, victim.blocks, in_blocks, num_computed))
+        exceeds = in_blocks > 0 and self._swap.used_bytes > self._swap.limit_bytes
+        self._changes.preempted.append(Preemption(victim, victim.blocks, in_blocks, num_computed, exceeds))
         self._changes.freed += self._pool.release(victim.blocks)
         victims.took(victim)
         victim.phase, victim.blocks, victim.num_shared = Phase.PREEMPTED, (), 0

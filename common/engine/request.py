@@ -138,3 +138,5 @@ class EngineLoad:
     kv_blocks_total: int
     #: Host memory that holds KV and rows of preempted sequences.
     swap_bytes_used: int
+    #: What it is meant to keep to.
+    swap_bytes_total: int

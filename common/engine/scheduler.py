@@ -228,6 +228,7 @@ class Scheduler:
             kv_blocks_cached=self._pool.num_cached,
             kv_blocks_total=self._pool.num_usable_blocks,
             swap_bytes_used=self._swap.used_bytes,
+            swap_bytes_total=self._swap.limit_bytes,
         )
 
     def check_invariants(self) -> list[str]:

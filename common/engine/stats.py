@@ -23,10 +23,13 @@ class EngineStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     step_failures: int = 0
-    #: Sequences that lost their blocks to more urgent ones and kept a copy of what was in them; and those that did not.
+    #: Sequences that lost their blocks and kept a copy of what was in them; and those that did not. Those of which no
+    #: copy could be made have ended in an error, and are not counted.
     preemptions_swapped: int = 0
     preemptions_recomputed: int = 0
-    #: Positions that were copied to host memory for it.
+    #: Those that kept a copy beyond the swap space, because they could not do without.
+    preemptions_beyond_bound: int = 0
+    #: Positions that were copied to host memory; choices that give their prompt up together share its copy.
     swapped_tokens: int = 0
     #: Positions of preempted sequences that were forwarded again.
     recomputed_tokens: int = 0

@@ -18,7 +18,7 @@ class SwapSpace:
 
     def __init__(self, limit_bytes: int, kv_token_bytes: int, row_bytes: int) -> None:
         self.used_bytes = 0
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._kv_token_bytes = kv_token_bytes
         self._row_bytes = row_bytes
 
@@ -28,7 +28,7 @@ class SwapSpace:
 
     def try_take(self, sequence: SequenceState) -> bool:
         """Counts the copy of a sequence, unless that exceeds the limit."""
-        if self.used_bytes + self.size_of(sequence) > self._limit_bytes:
+        if self.used_bytes + self.size_of(sequence) > self.limit_bytes:
             return False
         self.take(sequence)
         return True

@@ -94,15 +94,17 @@ def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
 
 
 def _preemption_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
-    """How often sequences lost their blocks to more urgent ones, and what that costs."""
+    """How often sequences lost their blocks, and what that costs."""
     stats = engine.stats
     metrics.counter("preemptions", "Times that a sequence lost its KV blocks.", lambda: stats.preemptions)
     metrics.counter("preemptions_swapped", "Those whose KV was kept.", lambda: stats.preemptions_swapped)
     metrics.counter("preemptions_recomputed", "Those whose KV was not kept.", lambda: stats.preemptions_recomputed)
+    metrics.counter("preemptions_beyond_swap_space", "Copies that exceed it.", lambda: stats.preemptions_beyond_bound)
     metrics.counter("swapped_tokens", "Positions copied to host memory.", lambda: stats.swapped_tokens)
     metrics.counter("recomputed_tokens", "Positions forwarded again.", lambda: stats.recomputed_tokens)
     metrics.gauge("requests_preempted", "Sequences that wait to go on.", lambda: engine.load().preempted)
     metrics.gauge("swap_bytes_used", "Host memory that holds their KV.", lambda: engine.load().swap_bytes_used)
+    metrics.gauge("swap_bytes", "Host memory meant for it.", lambda: engine.load().swap_bytes_total)
 
 
 def control_metrics(metrics: WorkerMetrics, control: WorkerControl, weights: Weights) -> None:

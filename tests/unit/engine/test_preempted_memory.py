@@ -4,13 +4,23 @@ from dataclasses import replace
 
 import pytest
 
+from common.engine.moves import BlockMover
+from common.engine.preemption import BlockChanges, Preemption
+from common.engine.preemption_log import PreemptionLog
 from common.engine.request import RequestId
+from common.engine.sequence import SequenceState
+from common.engine.stats import EngineStats
+from common.engine.swap import SwapSpace
+from common.kv.chain import Scope, TokenChain
+from common.kv.pool import BlockId, BlockPool
 from common.kv.store import slots_of
 from common.sampling import SamplingParams
+from tests.fakes.fake_runner import ROUTING
 from tests.unit.engine.crowded import (
     NOTHING,
     PLENTY,
     POSITION_BYTES,
+    ROW_BYTES,
     TOKEN_BYTES,
     assert_solo,
     prompt_of,
@@ -63,10 +73,30 @@ def test_choices_that_give_their_prompt_up_together_share_its_copy() -> None:
     rig.core.abort(RequestId("a"), 0)
     store.reads.clear()
     rig.step()
-    assert rig.core.stats.preemptions_swapped == 3
+    assert (rig.core.stats.preemptions_swapped, rig.core.stats.swapped_tokens) == (3, 8)
     assert [len(slots) for slots in store.reads] == [8]
     rig.run()
     rig.assert_baseline()
+
+
+def test_nobody_gets_the_copy_of_another_request_that_had_the_same_blocks() -> None:
+    """Both lost them in one round; the ends and the requests tell the copies apart."""
+    _, store = watched_rig(4)
+    pool, stats = BlockPool(store.num_blocks), EngineStats()
+    mover = BlockMover(store, pool, stats, PreemptionLog(stats, SwapSpace(PLENTY, TOKEN_BYTES, ROW_BYTES)))
+    store.clear_blocks([BlockId(1)])
+    store.write_rows(slots_of([BlockId(1)], 0, 4, 4), ROUTING.empty(4))
+    losses, changes = [], BlockChanges()
+    for name, start, end in (("a", 0, 3), ("a", 0, 3), ("b", None, 3), ("c", 0, 4)):
+        request = make_request(name, prompt_of(5), greedy(2), start=start)
+        losses.append(SequenceState(request, 1, TokenChain(Scope(""), 4), 0))
+        pending = Preemption(losses[-1], (BlockId(1),), end, end, exceeds=False)
+        changes.preempted.append(pending)
+    assert mover.carry_out(changes) == []
+    assert losses[0].saved[0] is losses[1].saved[0]
+    assert [s.saved[0].end for s in losses] == [3, 3, 3, 4]
+    assert [s.saved[0].rows_NLK is None for s in losses] == [False, False, True, False]
+    assert stats.swapped_tokens == 3 + 3 + 4
 
 
 def test_blocks_that_were_taken_are_ruined_and_what_comes_back_is_whole() -> None:

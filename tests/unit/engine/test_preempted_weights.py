@@ -166,9 +166,10 @@ def test_kv_of_earlier_weights_is_saved_beyond_the_bound() -> None:
     rig.core.weight_version, rig.runner.weights = "1", 1
     rig.core.open_admission()
     run_until_preempted(rig)
-    assert rig.core.load().swap_bytes_used > 0
+    assert rig.core.load().swap_bytes_used > rig.core.load().swap_bytes_total == NOTHING
     rig.run()
-    assert (rig.core.stats.preemptions_swapped, rig.core.stats.preemptions_recomputed) == (1, 0)
+    stats = rig.core.stats
+    assert (stats.preemptions_swapped, stats.preemptions_beyond_bound, stats.preemptions_recomputed) == (1, 1, 0)
     for got in (a, b):
         got.assert_equals(straddling_solo(got.request, [token.weight_version for token in got.tokens]))
 
