@@ -124,8 +124,8 @@ def test_settings_reach_the_model() -> None:
     assert not config.attention.qkv_bias
     assert not config.attention.out_bias
     assert _parse(num_hidden_layers=3, layer_types=None).sliding_windows == (128, None, 128)
-    everywhere = {"layer_types": ["full_attention"] * 24}
-    assert _parse(**everywhere, sliding_window=None).sliding_windows == (None,) * 24
+    unwindowed = _parse(layer_types=["full_attention"] * 24, sliding_window=None)
+    assert unwindowed.sliding_windows == (None,) * 24
     assert isinstance(attention := _parse(head_dim=None, num_attention_heads=32).attention, GroupedAttention)
     assert attention.head_dim == 2880 // 32  # null is not absent
 
