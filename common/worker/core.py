@@ -79,6 +79,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
             max_model_len=max_model_len,
             vocab_size=config.vocab_size,
             swap_space_bytes=swap_space_bytes,
+            exact=is_exact(device),
         ),
         eos_token_ids=config.eos_token_ids,
         on_events=bridge.deliver,
