@@ -22,13 +22,19 @@ class Allotment:
         self._exact = exact
 
     def try_give(self, sequence: SequenceState, reserve: int) -> bool:
-        """False, and no change, unless at least `reserve` blocks are left."""
-        cached = self.find_cached(sequence)
-        self._pool.share(cached)
-        missing = sequence.num_blocks(self._cache.block_size) - len(sequence.blocks) - len(cached)
-        if self._pool.num_available - missing < reserve:
-            self._pool.release(cached)
+        """False, and no change, unless at least `reserve` blocks are left.
+
+        Nor does whoever waits renew the blocks that it would share: asking is no use of them.
+        """
+        available = self._pool.num_available
+        if available <= reserve:  # at least one block is missing: the one of the last known token
             return False
+        cached = self.find_cached(sequence)
+        available -= sum(not self._pool.num_references(block) for block in cached)
+        missing = sequence.num_blocks(self._cache.block_size) - len(sequence.blocks) - len(cached)
+        if available - missing < reserve:
+            return False
+        self._pool.share(cached)
         self._take_over(sequence, cached)
         sequence.blocks += (*cached, *(self._pool.try_allocate(missing) or ()))
         return True
