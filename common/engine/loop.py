@@ -15,7 +15,7 @@ from common.engine.limits import EngineLimits
 from common.engine.request import EngineEvent, EngineLoad, EngineRequest, Failed, RequestId
 from common.engine.stats import EngineStats
 from common.engine.visits import Visits, run_visit
-from common.errors import UnavailableError
+from common.errors import ConflictError, UnavailableError
 from common.kv.pool import BlockPool
 from common.kv.store import KVStore
 from common.model.batch import Runner
@@ -131,6 +131,18 @@ class Engine:
                 if future.set_running_or_notify_cancel():
                     future.set_result(None)
             self._settling.clear()
+
+    def give_up_freezes(self) -> Future[None]:
+        """Goes on as if none had been asked for: those that are not done fail with ConflictError. Changes no other."""
+        return self.run_between_steps(self._give_up_freezes)
+
+    def _give_up_freezes(self) -> None:
+        for future in self._settling:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ConflictError("the engine was resumed before it stood still"))
+        if self._settling:
+            self._core.open_admission()
+        self._settling.clear()
 
     def thaw(self) -> Future[None]:
         """Computes again, with everything that is live."""

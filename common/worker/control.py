@@ -112,7 +112,8 @@ class WorkerControl:
             log.warning("aborted_calls_linger", num_live=self._lifecycle.num_live)
 
     async def _freeze(self, settled: asyncio.Event) -> None:
-        if self._settled is not settled or self.state is PauseState.RUNNING:
+        was_ended = settled.is_set() and self.state is PauseState.PAUSING
+        if self._settled is not settled or was_ended or self.state is PauseState.RUNNING:
             raise ConflictError("the worker was resumed before it was paused")
         if self.state is PauseState.PAUSING:
             await asyncio.wrap_future(self._engine.freeze())
@@ -120,7 +121,10 @@ class WorkerControl:
             settled.set()
 
     async def resume(self) -> None:
-        """Serves again. Raises ConflictError if the worker sleeps."""
+        """Serves again; a pause that is still under way ends at once. Raises ConflictError if the worker sleeps."""
+        if self.state is PauseState.PAUSING:
+            self._settled.set()
+            await asyncio.wrap_future(self._engine.give_up_freezes())
         await self._change(self._resume)
 
     async def _resume(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from common.engine.loop import MAX_OUTSTANDING_BATCHES, Engine
 from common.engine.request import EngineEvent, EngineRequest, Progress, PromptAdvanced, RequestId, Work
 from common.errors import (
+    ConflictError,
     DuplicateRequestError,
     InvalidRequestError,
     OverloadedError,
@@ -338,6 +339,25 @@ def test_a_freeze_waits_until_nothing_has_to_be_computed_again() -> None:
     consumer.receive_until_ended(*requests)
     for transcript in requests:
         transcript.assert_equals(solo(transcript.request))
+    consumer.assert_baseline()
+
+
+def test_a_freeze_that_is_given_up_fails_and_one_that_is_done_stays(consumer: Consumer) -> None:
+    """A handoff that never comes keeps the engine from standing still; once it is over, nothing does."""
+    engine = consumer.engine
+    consumer.submit(make_request("lease", PROMPT, greedy(3), work=Work.DECODE))
+    freeze = engine.freeze()
+    engine.give_up_freezes().result(TIMEOUT_S)
+    with pytest.raises(ConflictError):
+        freeze.result(TIMEOUT_S)
+    other = consumer.submit(make_request("a", PROMPT, greedy(3)))
+    consumer.receive_until_ended(other)  # admission is open again
+    other.assert_equals(solo(other.request))
+    engine.cancel(RequestId("lease"))
+    engine.freeze().result(TIMEOUT_S)
+    engine.give_up_freezes().result(TIMEOUT_S)
+    assert engine.frozen
+    engine.thaw().result(TIMEOUT_S)
     consumer.assert_baseline()
 
 

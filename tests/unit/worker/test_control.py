@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from common.engine.loop import Engine
-from common.engine.request import RequestId
+from common.engine.request import RequestId, Work
 from common.errors import ConflictError, InvalidRequestError, UnavailableError
 from common.kv.pool import BlockPool
 from common.model.decoder import MoeDecoder
@@ -171,6 +171,30 @@ async def test_a_resume_ends_the_waiting_with_an_error(rig: Rig) -> None:
         rig.assert_state(PauseState.RUNNING)
         rig.assert_refuses(False)
         assert not call.done()
+
+
+async def test_a_resume_ends_a_freeze_that_waits_for_a_handoff(rig: Rig) -> None:
+    """The handoff never comes. Nor does what was to follow the pause happen."""
+    rig.engine.submit(make_request("lease", [5, 6], greedy(3), work=Work.DECODE))
+    pauses = [asyncio.create_task(rig.control.pause(PauseMode.KEEP)) for _ in range(2)]
+    await asyncio.sleep(0)
+    commit = asyncio.create_task(rig.control.commit_weights("8"))
+    await asyncio.to_thread(rig.engine.check_invariants)  # the freeze has begun
+    assert not any(task.done() for task in (*pauses, commit))
+    rig.assert_state(PauseState.PAUSING)
+    await asyncio.wait_for(rig.control.resume(), 30)
+    for pause in pauses:
+        with pytest.raises(ConflictError, match="resumed"):
+            await pause
+    with pytest.raises(ConflictError, match="pause it first"):
+        await commit
+    rig.assert_state(PauseState.RUNNING)
+    rig.assert_refuses(False)
+    assert not rig.engine.frozen
+    rig.engine.cancel(RequestId("lease"))
+    await rig.control.pause(PauseMode.KEEP)
+    rig.assert_state(PauseState.PAUSED)
+    assert rig.used == []
 
 
 async def test_a_pause_that_was_resumed_does_not_take_part_in_the_next_one(rig: Rig) -> None:
