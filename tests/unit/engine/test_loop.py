@@ -3,82 +3,25 @@
 import ctypes
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.engine.loop import MAX_OUTSTANDING_BATCHES, Engine
-from common.engine.request import EngineEvent, EngineRequest, Progress, PromptAdvanced, RequestId, Work
+from common.engine.loop import MAX_OUTSTANDING_BATCHES
+from common.engine.request import Progress, PromptAdvanced, RequestId, Work
 from common.errors import (
-    ConflictError,
     DuplicateRequestError,
     InvalidRequestError,
     OverloadedError,
     UnavailableError,
 )
-from common.kv.pool import BlockPool
 from common.model.batch import Chunk
 from common.sampling import Finish, FinishReason, SampledToken
-from tests.fakes.fake_runner import FakeRunner, fake_store
-from tests.unit.engine.rig import EOS, Transcript, copy_slots, greedy, limits, make_request, solo
-
-PROMPT = [5, 6, 7, 8, 9]
-TIMEOUT_S = 30.0
-
-
-class Consumer:
-    """An engine with its runner, and the far end of its event queue."""
-
-    def __init__(self, *, max_waiting: int = 100, num_blocks: int = 64, swap_space_bytes: int = 2**20) -> None:
-        self.store = fake_store(num_blocks + 1)
-        self.runner = FakeRunner(self.store)
-        self.batches: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
-        #: Is told of every batch, on the engine thread.
-        self.on_batch: Callable[[list[EngineEvent]], object] = lambda events: None
-        bounds = limits(max_waiting=max_waiting, max_num_batched_tokens=4, swap_space_bytes=swap_space_bytes)
-        self.engine = Engine(self.runner, self.store, BlockPool(num_blocks + 1), bounds, EOS, self._put)
-        self.transcripts: dict[RequestId, Transcript] = {}
-
-    def _put(self, events: list[EngineEvent]) -> None:
-        self.on_batch(events)
-        self.batches.put(events)
-
-    def submit(self, request: EngineRequest) -> Transcript:
-        transcript = self.transcripts[request.request_id] = Transcript(request)
-        self.engine.submit(request)
-        return transcript
-
-    def receive(self) -> list[EngineEvent]:
-        """The next batch, booked and acknowledged."""
-        events = self.batches.get(timeout=TIMEOUT_S)
-        for event in events:
-            self.transcripts[event.request_id].take(event)
-        self.engine.events_delivered()
-        return events
-
-    def receive_until_ended(self, *transcripts: Transcript) -> None:
-        while not all(t.ended for t in transcripts):
-            self.receive()
-
-    def assert_baseline(self) -> None:
-        assert self.engine.check_invariants() == []  # also a barrier: every command before it has run
-        self.engine.stop()
-        load = self.engine.load()
-        assert (load.running, load.waiting, load.handoffs, load.kv_blocks_used) == (0, 0, 0, 0)
-
-
-@pytest.fixture
-def consumer() -> Iterator[Consumer]:
-    consumer = Consumer()
-    consumer.engine.start()
-    yield consumer
-    consumer.runner.gate.set()
-    consumer.engine.stop()
+from tests.unit.engine.consumer import PROMPT, TIMEOUT_S, Consumer
+from tests.unit.engine.rig import Transcript, copy_slots, greedy, make_request, solo
 
 
 def test_many_requests_from_another_thread_equal_their_solo_runs(consumer: Consumer) -> None:
@@ -280,111 +223,3 @@ def test_the_engine_computes_with_the_threads_of_whoever_starts_it() -> None:
     finally:
         torch.set_num_threads(before)
     assert set(seen) == {before + 3}
-
-
-# --- between steps
-
-
-def freeze_in_mid_decode(consumer: Consumer) -> Transcript:
-    """A request of 20 tokens in an engine that freezes after its first 5."""
-    batches = count(1)
-    # The prompt takes two steps, the second of which brings the first token.
-    consumer.on_batch = lambda _: consumer.engine.freeze() if next(batches) == 6 else None
-    transcript = consumer.submit(make_request("a", PROMPT, greedy(20)))
-    while len(transcript.tokens) < 5:
-        consumer.receive()
-    assert consumer.engine.check_invariants() == []
-    assert consumer.engine.frozen
-    return transcript
-
-
-def test_frozen_sequences_go_on_with_the_kv_they_have(consumer: Consumer) -> None:
-    """No step runs while frozen; afterwards the rest of the tokens equals a run without a break."""
-    transcript = freeze_in_mid_decode(consumer)
-    steps = consumer.engine.stats.steps
-    assert len(transcript.tokens) == 5
-    consumer.submit(make_request("b", PROMPT, greedy(3)))
-    for _ in range(2):  # a barrier each: the loop has been through a round with "b" waiting
-        assert consumer.engine.check_invariants() == []
-    assert consumer.engine.stats.steps == steps
-    consumer.engine.thaw().result(TIMEOUT_S)
-    consumer.receive_until_ended(*consumer.transcripts.values())
-    for each in consumer.transcripts.values():
-        each.assert_equals(solo(each.request))
-    consumer.assert_baseline()
-
-
-def test_a_freeze_waits_until_nothing_has_to_be_computed_again() -> None:
-    """Two requests of 5 blocks in a pool of 7, and no memory for what is preempted."""
-    consumer = Consumer(num_blocks=7, swap_space_bytes=0)
-    engine = consumer.engine
-    freezes: list[Future[None]] = []
-    when_frozen: list[int] = []
-
-    def freeze_at_the_first_preemption(_: list[EngineEvent]) -> None:
-        if engine.stats.preemptions and not freezes:
-            freezes.append(engine.freeze())
-            freezes[0].add_done_callback(lambda _: when_frozen.append(engine.stats.preemptions_swapped))
-
-    consumer.on_batch = freeze_at_the_first_preemption
-    requests = [consumer.submit(make_request(name, PROMPT[::step], greedy(16))) for name, step in (("a", 1), ("b", -1))]
-    engine.start()
-    while not freezes:
-        consumer.receive()
-    freezes[0].result(TIMEOUT_S)
-    assert engine.stats.preemptions_recomputed == 1
-    assert when_frozen == [1]  # the one that had the blocks
-    assert not any(transcript.ended for transcript in requests)
-    engine.thaw().result(TIMEOUT_S)
-    consumer.receive_until_ended(*requests)
-    for transcript in requests:
-        transcript.assert_equals(solo(transcript.request))
-    consumer.assert_baseline()
-
-
-def test_a_freeze_that_is_given_up_fails_and_one_that_is_done_stays(consumer: Consumer) -> None:
-    """A handoff that never comes keeps the engine from standing still; once it is over, nothing does."""
-    engine = consumer.engine
-    consumer.submit(make_request("lease", PROMPT, greedy(3), work=Work.DECODE))
-    freeze = engine.freeze()
-    engine.give_up_freezes().result(TIMEOUT_S)
-    with pytest.raises(ConflictError):
-        freeze.result(TIMEOUT_S)
-    other = consumer.submit(make_request("a", PROMPT, greedy(3)))
-    consumer.receive_until_ended(other)  # admission is open again
-    other.assert_equals(solo(other.request))
-    engine.cancel(RequestId("lease"))
-    engine.freeze().result(TIMEOUT_S)
-    engine.give_up_freezes().result(TIMEOUT_S)
-    assert engine.frozen
-    engine.thaw().result(TIMEOUT_S)
-    consumer.assert_baseline()
-
-
-def test_a_frozen_sequence_can_be_aborted(consumer: Consumer) -> None:
-    transcript = freeze_in_mid_decode(consumer)
-    consumer.engine.abort(RequestId("a"))
-    consumer.receive_until_ended(transcript)
-    assert transcript.finish == Finish(FinishReason.ABORT)
-    assert len(transcript.tokens) == 5
-    consumer.assert_baseline()
-
-
-def test_a_visit_runs_between_steps_and_returns_or_raises_to_its_caller(consumer: Consumer) -> None:
-    consumer.runner.gate.clear()
-    consumer.submit(make_request("a", PROMPT, greedy(3)))
-    consumer.runner.entered.wait(TIMEOUT_S)
-    visit = consumer.engine.run_between_steps(threading.get_ident)
-    assert not visit.done()  # the step is held at its gate
-    consumer.runner.gate.set()
-    assert visit.result(TIMEOUT_S) != threading.get_ident()
-    with pytest.raises(ZeroDivisionError):
-        consumer.engine.run_between_steps(lambda: 1 // 0).result(TIMEOUT_S)
-    consumer.receive_until_ended(*consumer.transcripts.values())
-    consumer.assert_baseline()
-
-
-def test_a_visit_of_a_stopped_engine_fails(consumer: Consumer) -> None:
-    consumer.engine.stop()
-    with pytest.raises(UnavailableError):
-        consumer.engine.freeze().result(TIMEOUT_S)
