@@ -13,8 +13,9 @@ from common.model.config import ModelConfig
 from common.model.families import parse_config
 from common.model.loader import LoadedModel, load_model
 
-#: What may differ: the dtype is converted, and the ends of sequences stay those that the worker started with.
-_FREE_FIELDS = frozenset({"dtype", "eos_token_ids"})
+#: What may differ: weights are converted and dequantised, layers that predict further tokens are left alone, and the
+#: ends of sequences stay those that the worker started with.
+_FREE_FIELDS = frozenset({"dtype", "eos_token_ids", "num_extra_layers", "quantization"})
 
 
 class CheckpointLoader:
@@ -53,8 +54,20 @@ class CheckpointLoader:
 
 def _difference(served: ModelConfig, other: ModelConfig) -> str | None:
     """The first value in which the configurations differ, in words; None if the weights are interchangeable."""
-    for field in dataclasses.fields(ModelConfig):
-        mine, theirs = getattr(served, field.name), getattr(other, field.name)
-        if field.name not in _FREE_FIELDS and mine != theirs:
-            return f"{field.name} is {theirs!r}, and {mine!r} in the model that is served"
+    mine, theirs = _values(served), _values(other)
+    for name in mine | theirs:
+        if mine.get(name) != theirs.get(name):
+            return f"{name} is {theirs.get(name)!r}, and {mine.get(name)!r} in the model that is served"
     return None
+
+
+def _values(config: ModelConfig) -> dict[str, object]:
+    """By name; what belongs to attention, experts, router or rotary embedding with that in front."""
+    values: dict[str, object] = {}
+    for field in dataclasses.fields(ModelConfig):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            values |= {f"{field.name}.{part.name}": getattr(value, part.name) for part in dataclasses.fields(value)}
+        else:
+            values[field.name] = value
+    return {name: value for name, value in values.items() if name.split(".")[0] not in _FREE_FIELDS}
