@@ -114,9 +114,11 @@ class Preemptor:
         sequence.blocks += tuple(blocks)
         self._changes.grown += [(sequence, block) for block in blocks]
 
-    def victims_for(self, head: SequenceState, cached: Collection[BlockId]) -> Victims:
+    def victims_for(
+        self, head: SequenceState, cached: Collection[BlockId], spared: Collection[SequenceState]
+    ) -> Victims:
         """Whose blocks, or seat, may keep the head of the line waiting, which would share `cached`."""
-        seated = self._preemptible() if self.settling else ()
+        seated = [s for s in self._preemptible() if s not in spared] if self.settling else ()
         return Victims(self._pool, seated, self._line, {*head.blocks, *cached})
 
     def _preemptible(self) -> list[SequenceState]:

@@ -3,6 +3,8 @@
 Continuous batching with chunked prefill (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024).
 """
 
+from collections.abc import Collection
+
 from common.engine.allotment import Allotment
 from common.engine.batch import Round, ScheduledBatch
 from common.engine.forecast import forecast
@@ -94,8 +96,8 @@ class Scheduler:
             The sequences that are LEASED, PREFILLING, RECOMPUTING or DECODING from now on. Their blocks hold old data,
             but for the first `num_shared`; `saved` belongs into them. Before, `take_changes` has to be carried out.
         """
-        admitted = []
-        while (sequence := self._head()) is not None and self._try_admit(sequence):
+        admitted: list[SequenceState] = []
+        while (sequence := self._head()) is not None and self._try_admit(sequence, admitted):
             admitted.append(sequence)
         return admitted
 
@@ -104,8 +106,8 @@ class Scheduler:
             return self._line.head
         return next((s for s in self._line if _lacks_kv(s) or _is_awaited(s)), None)
 
-    def _try_admit(self, sequence: SequenceState) -> bool:
-        if not (self._try_give(sequence) or self._try_make_room(sequence)):
+    def _try_admit(self, sequence: SequenceState, admitted: Collection[SequenceState]) -> bool:
+        if not (self._try_give(sequence) or self._try_make_room(sequence, admitted)):
             return False
         self._line.remove(sequence)
         sequence.phase = _phase_at_admission(sequence)
@@ -120,11 +122,14 @@ class Scheduler:
         """Blocks, if there is a seat too."""
         return not self._seats_are_full and self._allotment.try_give(sequence, self._reserve(sequence))
 
-    def _try_make_room(self, sequence: SequenceState) -> bool:
-        """The same at the cost of others, where nobody is going to leave, or before a freeze."""
+    def _try_make_room(self, sequence: SequenceState, admitted: Collection[SequenceState]) -> bool:
+        """The same at the cost of others, where nobody is going to leave, or before a freeze.
+
+        Not of `admitted`: what belongs into their blocks is not there yet.
+        """
         if self._seated and not self.closed:
             return False
-        victims = self._preemptor.victims_for(sequence, self._allotment.find_cached(sequence))
+        victims = self._preemptor.victims_for(sequence, self._allotment.find_cached(sequence), admitted)
         while self._preemptor.try_preempt(victims, only_seated=self._seats_are_full):
             if self._try_give(sequence):
                 return True
