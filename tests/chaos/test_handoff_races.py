@@ -19,7 +19,7 @@ from tests.integration.relay import Relay, WorkerPlan, running_relay
 
 KIT = fake_kit()
 BLOCK_SIZE = 4
-#: A prompt of 100 and its tokens need 26 blocks of 4; 40 hold one such request and a small one, never two.
+#: A prompt of 100 needs 25 blocks of 4; 40 hold one such prompt and a small one, never two.
 SMALL_POOL = 40
 #: 16 bytes of KV and 4 of routing per token: 100 tokens make 13 chunks of 8.
 CREDIT_BYTES = 8 * 20
@@ -64,7 +64,7 @@ async def answer_is_solo(relay: Relay, solo: SoloRunner, prompt: list[int]) -> N
 async def leased_to_one(relay: Relay) -> bool:
     """D has let go of everything but the blocks of one request of 90 tokens."""
     assert isinstance(relay.decode.handoffs, HandoffReceiver)
-    return relay.decode.blocks_used == -(-94 // BLOCK_SIZE) and relay.decode.handoffs.num_active == 1
+    return relay.decode.blocks_used == -(-90 // BLOCK_SIZE) and relay.decode.handoffs.num_active == 1
 
 
 @pytest.mark.parametrize("late", [False, True])
