@@ -26,12 +26,21 @@ MoerelayError
 
 
 class MoerelayError(Exception):
-    """Base of everything moerelay raises on purpose. `message` is a sentence for the person who can fix it."""
+    """Base of everything moerelay raises on purpose. `message` is a sentence for the person who can fix it.
+
+    Both texts are always encodable as UTF-8: what a message quotes may hold lone surrogates (JSON can spell them, and
+    file names that are not UTF-8 hold them), which neither gRPC nor JSON could carry to the caller.
+    """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _encodable(message)
+        self.param = None if param is None else _encodable(param)
+        super().__init__(self.message)
+
+
+def _encodable(text: str) -> str:
+    """With lone surrogates spelled out, as in `\\ud800`."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class RequestError(MoerelayError):

@@ -57,6 +57,9 @@ GRPC_TABLE: dict[type[MoerelayError], tuple[grpc.StatusCode, str]] = {
 ERROR_TRAILER = "moerelay-error"
 PARAM_TRAILER = "moerelay-param"
 
+#: Of a message on the wire. A byte may take three there, and gRPC may drop a call whose trailers exceed 8 KiB.
+_MAX_MESSAGE_BYTES = 2400
+
 _CLASS_BY_TRAILER = {kind: cls for cls, (_, kind) in GRPC_TABLE.items()}
 
 #: What a bare gRPC status means when the peer sent no trailer, i.e. when gRPC itself failed.
@@ -153,5 +156,14 @@ def _guard(behavior: Any) -> Any:
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: MoerelayError) -> NoReturn:
     cls = next(c for c in type(error).__mro__ if c in GRPC_TABLE)
     code, kind = GRPC_TABLE[cls]
-    trailers = [(ERROR_TRAILER, kind)] + ([(PARAM_TRAILER, error.param)] if error.param else [])
-    await context.abort(code, error.message, tuple(trailers))
+    trailers = [(ERROR_TRAILER, kind)]
+    if error.param:  # gRPC takes ASCII only
+        trailers.append((PARAM_TRAILER, error.param.encode("ascii", "backslashreplace").decode()))
+    await context.abort(code, _shortened(error.message), tuple(trailers))
+
+
+def _shortened(message: str) -> str:
+    encoded = message.encode("utf-8", "backslashreplace")
+    if len(encoded) <= _MAX_MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[:_MAX_MESSAGE_BYTES].decode("utf-8", "ignore") + "…"

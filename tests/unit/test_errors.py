@@ -33,6 +33,13 @@ def test_every_class_survives_the_wire(cls: type[MoerelayError]) -> None:
     assert (type(rebuilt), rebuilt.message, rebuilt.param) == (cls, "too long", "token_ids")
 
 
+def test_every_message_can_be_encoded() -> None:
+    """JSON can spell lone surrogates, and what is quoted from it must not keep an error from its caller."""
+    error = errors.CheckpointError("a\ud800b\udcff é", param="\udc80")
+    assert (error.message, error.param) == (r"a\ud800b\udcff é", r"\udc80")
+    assert str(error) == error.message
+
+
 def test_bare_statuses_become_the_nearest_class() -> None:
     assert type(from_grpc(grpc.StatusCode.UNAVAILABLE, "", {})) is errors.WorkerLostError
     assert type(from_grpc(grpc.StatusCode.RESOURCE_EXHAUSTED, "", {})) is errors.PayloadTooLargeError
