@@ -23,6 +23,7 @@ def scale_shape(weight_shape: tuple[int, ...], block: Block) -> tuple[int, int]:
 def dequantize_block_fp8(weight_OI: torch.Tensor, scale_inv_RC: torch.Tensor, block: Block) -> torch.Tensor:
     """Float32 [O, I]: each value times the scale of its block; exact but for one rounding."""
     out_OI = torch.empty(weight_OI.shape, dtype=torch.float32)
+    block = _no_larger(block, weight_OI)
     scale_RI = scale_inv_RC.float().repeat_interleave(block[1], dim=1)[:, : weight_OI.shape[1]]
     # A row of blocks at a time, so that there is no second copy in float32.
     rows = torch.split(weight_OI, block[0])
@@ -37,6 +38,7 @@ def quantize_block_fp8(weight_OI: torch.Tensor, block: Block = (128, 128)) -> tu
     Returns:
         float8_e4m3fn [O, I] and the float32 scales [R, C]; a block of zeros has scale 1.
     """
+    block = _no_larger(block, weight_OI)
     num_rows, num_columns = scale_shape(tuple(weight_OI.shape), block)
     missing = (num_columns * block[1] - weight_OI.shape[1], num_rows * block[0] - weight_OI.shape[0])
     padded = pad(weight_OI.float(), (0, missing[0], 0, missing[1]))
@@ -47,3 +49,9 @@ def quantize_block_fp8(weight_OI: torch.Tensor, block: Block = (128, 128)) -> tu
     scale_inv_RC = torch.where(peak_RC > 0, (peak_RC / FP8_MAX).clamp(min=smallest), 1.0)
     scaled = (blocks / scale_inv_RC[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).view(padded.shape)
     return scaled[: weight_OI.shape[0], : weight_OI.shape[1]].to(torch.float8_e4m3fn).contiguous(), scale_inv_RC
+
+
+def _no_larger(block: Block, weight_OI: torch.Tensor) -> Block:
+    """The block without what hangs over a weight that is smaller, so that nothing is computed for that."""
+    num_rows, num_columns = weight_OI.shape
+    return min(block[0], max(num_rows, 1)), min(block[1], max(num_columns, 1))

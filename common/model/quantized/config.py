@@ -8,6 +8,8 @@ from common.model.config_reader import ConfigReader
 _KEY = "quantization_config"
 #: transformers assumes it when `weight_block_size` is absent; DeepSeek and Qwen publish with it.
 _DEFAULT_BLOCK = (128, 128)
+#: Rows or columns that may share a scale; one scale for a whole weight is spelled as null.
+_LARGEST_BLOCK = 65_536
 _SUPPORTED = "'fp8' (weight blocks of float8_e4m3fn) or 'mxfp4'; convert the checkpoint to bfloat16 first"
 
 
@@ -86,4 +88,7 @@ def _read_block(section: ConfigReader) -> tuple[int, int]:
         return _DEFAULT_BLOCK
     if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
         section.fail("weight_block_size", value, "two positive integers, [rows, columns], or null for one scale each")
+    if max(value) > _LARGEST_BLOCK:
+        wanted = f"at most {_LARGEST_BLOCK} rows and columns, or null for one scale for each weight"
+        section.fail("weight_block_size", value, wanted)
     return value[0], value[1]

@@ -108,3 +108,10 @@ def test_there_and_back_loses_no_more_than_the_mantissa(
     step = scale_inv.double().numpy()[rows // block[0], columns // block[1]] * 2.0**-10
     bound = np.maximum(np.abs(weight.double().numpy()) * 2.0**-4, step) * (1 + 1e-5)
     assert (np.abs(back.double().numpy() - weight.double().numpy()) <= bound).all()
+
+
+def test_a_block_far_larger_than_the_weight_takes_no_memory() -> None:
+    block, weight = (2**40, 2**40), torch.tensor([[448.0, 1.0], [0.0, -2.0]])
+    stored, scale = quantize_block_fp8(weight, block)
+    assert (stored.shape, scale.tolist()) == ((2, 2), [[1.0]])
+    assert torch.equal(dequantize_block_fp8(stored, scale, block), weight)

@@ -70,6 +70,8 @@ def test_other_methods_are_refused_with_what_is_supported(method: str) -> None:
         ("weight_block_size", [128, 1.5], "two positive integers"),
         ("weight_block_size", [True, 128], "two positive integers"),
         ("weight_block_size", 128, "two positive integers"),
+        ("weight_block_size", [128, 65_537], "at most 65536 rows and columns"),
+        ("weight_block_size", [2**40, 128], "at most 65536 rows and columns"),
     ],
 )
 def test_other_variants_of_fp8_are_refused(key: str, value: Any, wanted: str) -> None:
