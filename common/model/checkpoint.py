@@ -154,10 +154,18 @@ def _find_files(path: Path) -> list[Path]:
         files = sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{path} holds no *.safetensors file")
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if not _is_file(file)]
     if missing:
         raise CheckpointError(f"{path}: {', '.join(missing)} missing; is the download complete?")
     return files
+
+
+def _is_file(path: Path) -> bool:
+    """Raises CheckpointError where that cannot be told: the name is too long, a folder is closed."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _some(names: list[str]) -> str:

@@ -194,6 +194,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; a Hugging Face checkpoint directory is needed") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read: its values are nested too deeply") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

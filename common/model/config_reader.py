@@ -9,6 +9,34 @@ from common.errors import CheckpointError
 #: Far above every size and count that there is, and small enough for any arithmetic with it.
 _LARGEST = 2**31 - 1
 
+_MOST_LAYERS, _MOST_EXPERTS, _LARGEST_SIZE = 10_000, 65_536, 2**24
+
+#: Bounds of the counts by which names, sets and tables are sized before any tensor is looked at. They are far above
+#: every published model, and what they let through is refused within a moment.
+_MOST = {
+    "num_hidden_layers": _MOST_LAYERS,
+    "num_nextn_predict_layers": _MOST_LAYERS,
+    "num_mtp_layers": _MOST_LAYERS,
+    "n_routed_experts": _MOST_EXPERTS,
+    "num_experts": _MOST_EXPERTS,
+    "num_local_experts": _MOST_EXPERTS,
+    "n_shared_experts": _MOST_EXPERTS,
+    "num_experts_per_tok": _MOST_EXPERTS,
+    "num_attention_heads": _LARGEST_SIZE,
+    "num_key_value_heads": _LARGEST_SIZE,
+    "head_dim": _LARGEST_SIZE,
+    "hidden_size": _LARGEST_SIZE,
+    "intermediate_size": _LARGEST_SIZE,
+    "moe_intermediate_size": _LARGEST_SIZE,
+    "shared_expert_intermediate_size": _LARGEST_SIZE,
+    "kv_lora_rank": _LARGEST_SIZE,
+    "q_lora_rank": _LARGEST_SIZE,
+    "qk_nope_head_dim": _LARGEST_SIZE,
+    "qk_rope_head_dim": _LARGEST_SIZE,
+    "v_head_dim": _LARGEST_SIZE,
+    "vocab_size": _LARGEST_SIZE,
+}
+
 
 class ConfigReader:
     """Reads one JSON object. A key that is absent or null takes the default; without a default it is an error. Where
@@ -41,10 +69,10 @@ class ConfigReader:
         return any(name in self._values for name in names) and self.raw(*names) is None
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self._present(names, default)
-        if type(value) is not int or not 1 <= value <= _LARGEST:
-            self.fail(names[0], value, f"a positive integer, at most {_LARGEST}")
+        """A positive integer, no larger than any that a setting of this name has."""
+        value, most = self._present(names, default), _MOST.get(names[0], _LARGEST)
+        if type(value) is not int or not 1 <= value <= most:
+            self.fail(self._given(names), value, f"a positive integer, at most {most}")
         return value
 
     def optional_count(self, *names: str, default: int | None) -> int | None:
@@ -58,10 +86,10 @@ class ConfigReader:
         return self.count(name, default=default)
 
     def whole(self, *names: str, default: int | None = None) -> int:
-        """An integer that is not negative."""
-        value = self._present(names, default)
-        if type(value) is not int or not 0 <= value <= _LARGEST:
-            self.fail(names[0], value, f"an integer, not negative and at most {_LARGEST}")
+        """An integer that is not negative, and no larger than any that a setting of this name has."""
+        value, most = self._present(names, default), _MOST.get(names[0], _LARGEST)
+        if type(value) is not int or not 0 <= value <= most:
+            self.fail(self._given(names), value, f"an integer, not negative and at most {most}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
@@ -111,6 +139,10 @@ class ConfigReader:
     def fail(self, name: str, value: object, wanted: str) -> NoReturn:
         """Raises CheckpointError for a value that is not what was wanted."""
         raise CheckpointError(f"{self.source}: {name} is {value!r}, but must be {wanted}")
+
+    def _given(self, names: tuple[str, ...]) -> str:
+        """The spelling that has a value."""
+        return next((name for name in names if self._values.get(name) is not None), names[0])
 
     def _present(self, names: tuple[str, ...], default: Any) -> Any:
         value = self.raw(*names)

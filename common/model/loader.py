@@ -70,8 +70,9 @@ def build_decoder(source: TensorSource, config: ModelConfig, max_positions: int 
 def _optional_tensors(files: CheckpointTensors, config: ModelConfig) -> frozenset[str]:
     """What may be there beside what is computed with: the layers that predict further tokens, and a repeated head."""
     extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
-    prefixes = tuple(layer_tensor(layer, "") for layer in extra)
-    optional = {name for name in files.names() if name.startswith(prefixes)}
+    prefixes = {layer_tensor(layer, "") for layer in extra}
+    depth = layer_tensor(0, "").count(".")
+    optional = {name for name in files.names() if ".".join(name.split(".")[:depth]) + "." in prefixes}
     return frozenset(optional | {LM_HEAD} if config.tie_word_embeddings else optional)
 
 

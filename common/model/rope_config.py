@@ -258,8 +258,12 @@ def _longrope_attention_factor(original_length: float, reader: ConfigReader, sec
 def _mscale(section: ConfigReader, key: str) -> float:
     """0 and absent both mean that the setting is not in use."""
     value = section.raw(key)
-    unused = value is None or (type(value) in (int, float) and value == 0)
-    return 0.0 if unused else section.number(key)
+    if value is None or (type(value) in (int, float) and value == 0):
+        return 0.0
+    mscale = section.number(key)
+    if mscale > _LARGEST_FACTOR:  # its square is what attention is scaled by
+        section.fail(key, mscale, f"at most {_LARGEST_FACTOR:g}")
+    return mscale
 
 
 def _temperature(factor: float, mscale: float) -> float:

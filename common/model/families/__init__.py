@@ -30,6 +30,9 @@ _ALL = (
 #: Every supported family by its `model_type`.
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 
+#: In all layers together; what a checkpoint must hold is listed by name before its files are compared with it.
+_MOST_EXPERTS = 2**18
+
 _SUPPORTED = ", ".join(f"{family.model_type} ({family.architecture})" for family in _ALL)
 
 
@@ -103,6 +106,10 @@ def _check_sizes(config: ModelConfig, reader: ConfigReader) -> None:
             f"{reader.source}: its settings leave no MoE layer, so this is a dense model, which has no routing; "
             f"supported mixture-of-experts models: {_SUPPORTED}"
         )
+    if len(config.moe_layers) * config.num_experts > _MOST_EXPERTS:
+        key = next(key for key in FAMILIES[config.family].num_experts_keys if reader.raw(key) is not None)
+        wanted = f"such that all {len(config.moe_layers)} MoE layers together have at most {_MOST_EXPERTS}"
+        reader.fail(key, config.num_experts, wanted)
     if config.top_k > config.num_experts:
         reader.fail("num_experts_per_tok", config.top_k, f"at most the number of experts, {config.num_experts}")
     _check_groups(config, reader)

@@ -125,7 +125,7 @@ def read_windows(reader: ConfigReader, default: int, windowed: Collection[int]) 
     """
     kinds = reader.raw("layer_types")
     if isinstance(kinds, list):
-        windowed = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+        windowed = {layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
     window = reader.count_not_null("sliding_window", default=default) if windowed else None
     return tuple(window if layer in windowed else None for layer in range(reader.count("num_hidden_layers")))
 

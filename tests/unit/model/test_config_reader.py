@@ -40,3 +40,21 @@ def test_numbers_that_no_tensor_can_have_are_refused(value: int) -> None:
         with pytest.raises(CheckpointError, match=rf"size is {value}, but must be .* at most 2147483647"):
             read("size")
     assert _reader(size=2**31 - 1).count("size") == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("names", "most"),
+    [
+        (("num_hidden_layers",), 10_000),
+        (("num_nextn_predict_layers", "num_mtp_layers"), 10_000),
+        (("num_experts", "num_local_experts"), 65_536),
+        (("n_shared_experts",), 65_536),
+        (("num_attention_heads",), 2**24),
+    ],
+)
+def test_counts_that_no_model_has_are_refused_in_the_spelling_given(names: tuple[str, ...], most: int) -> None:
+    for name in names:
+        for read in (_reader(**{name: most + 1}).count, _reader(**{name: most + 1}).whole):
+            with pytest.raises(CheckpointError, match=f"json: {name} is {most + 1}, but must be .* at most {most}$"):
+                read(*names)
+        assert _reader(**{name: most}).count(*names) == most

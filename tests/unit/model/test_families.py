@@ -158,7 +158,11 @@ def test_a_wrong_end_of_sequence_id_is_looked_for_in_its_own_file(
         (_QWEN, {"architectures": 3}, "architectures is 3, but must be a list of strings"),
         (_QWEN, {"architectures": "Qwen3MoeForCausalLM"}, "architectures is 'Qwen3MoeForCausalLM', but must be a list"),
         (_QWEN, {"architectures": ["Qwen3MoeForCausalLM", 3]}, "architectures is .* but must be a list of strings"),
-        (_QWEN, {"head_dim": 10**400}, "head_dim is 1000.*at most 2147483647"),
+        (_QWEN, {"head_dim": 10**400}, "head_dim is 1000.*at most 16777216"),
+        (_QWEN, {"num_hidden_layers": 60_000_000}, "num_hidden_layers is 60000000, .*at most 10000"),
+        (_QWEN, {"num_experts": 2**31 - 1}, "num_experts is 2147483647, .*at most 65536"),
+        (_MIXTRAL, {"num_local_experts": 10**6}, "num_local_experts is 1000000, .*at most 65536"),
+        (_QWEN, {"num_hidden_layers": 10_000}, "num_experts is 128, .*10000 MoE layers together .*at most 262144"),
         (_QWEN, {"num_experts": 0}, "dense model.*supported"),
         (_MIXTRAL, {"num_local_experts": None}, "dense model"),
         (_QWEN, {"num_hidden_layers": 2, "mlp_only_layers": [0, 1]}, "no MoE layer"),
@@ -189,7 +193,10 @@ def test_refusals_name_the_key(base: dict[str, Any], changes: dict[str, Any], wo
         _parse(base, **changes)
 
 
-@pytest.mark.parametrize("content", [None, "not json", "[1]"])
+_DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[1]", pytest.param(_DEEP, id="deep")])
 def test_a_missing_or_broken_file_is_named(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)

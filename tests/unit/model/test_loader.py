@@ -97,6 +97,14 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         _load(tmp_path / "m")
 
 
+@pytest.mark.parametrize("name", ["a" * 5000, "\ud800", "a\0b"])
+def test_a_name_that_no_file_can_have_is_refused(checkpoint: Path, name: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"missing|too long") as caught:
+        _load(checkpoint)
+    assert caught.value.message.encode()
+
+
 def test_shards_that_repeat_a_tensor_are_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
     save_file({_UP: torch.zeros(32, 64)}, checkpoint / "b.safetensors")

@@ -230,6 +230,8 @@ def test_refused_shares(values: dict[str, Any], default: float | None, words: st
         ({**YARN, "attention_factor": 0.0}, r"attention_factor is 0\.0"),
         ({**YARN, "mscale": -1}, "mscale is -1"),
         ({**YARN, "mscale_all_dim": False}, "mscale_all_dim is False"),
+        ({**YARN, "mscale_all_dim": 1e300}, r"mscale_all_dim is 1e\+300, but must be at most 1e\+06"),
+        ({**YARN, "mscale": 1e300}, r"mscale is 1e\+300, but must be at most 1e\+06"),
         ({**YARN, "rope_theta": "big"}, "rope_theta is 'big'"),
         ({**LONG, "short_factor": None}, "rope_scaling: short_factor is missing"),
         ({**LONG, "long_factor": 2.0}, r"long_factor is 2\.0, but must be a list"),
