@@ -49,5 +49,5 @@ def load_defaults(model: str | None, *, ignore: bool) -> SamplingDefaults:
         if isinstance(raw, dict):
             raw = {name: value for name, value in raw.items() if value is not None}
         return SamplingDefaults.model_validate(raw)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder / FILE}: {error}; fix it or start with --ignore-generation-config") from error

@@ -186,7 +186,17 @@ async def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
         assert cluster.decode[0].decode_requests[0].sampling.temperature == 1
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"temperature": -1}', '{"repetition_penalty": 0}', '{"top_p": "x"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"temperature": -1}',
+        '{"repetition_penalty": 0}',
+        '{"top_p": "x"}',
+        pytest.param('{"a":' * 100_000 + "1" + "}" * 100_000, id="deep"),
+    ],
+)
 def test_generation_configs_that_cannot_be_used(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="--ignore-generation-config"):
         create_app(write_generation_config(tmp_path, text))
