@@ -1,10 +1,8 @@
 """The engine on latent attention: vectors cached, shipped, swapped or computed again give a solo run's bytes."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from common.model.families import parse_config
 from common.model.loader import load_model
 from common.model.synthesize import synthesize
 from common.sampling import SamplingParams
+from tests.integration.prefixed_requests import prefixed_requests
 from tests.integration.test_engine_real_model import BLOCK_SIZE, Model, check_all_choices
 from tests.unit.engine.rig import RigPair
 
@@ -43,25 +42,8 @@ def model(checkpoint: Path, request: pytest.FixtureRequest) -> Model:
 
 
 def _requests(model: Model, count: int) -> list[EngineRequest]:
-    """Two long prefixes, each cut after 1 to 5 blocks and continued differently; 1 to 2 choices."""
-    random = np.random.default_rng(1)
     vocab_size = model.decoder.config.vocab_size
-    prefixes = [random.integers(3, vocab_size, 5 * BLOCK_SIZE).tolist() for _ in range(2)]
-    kinds = [
-        SamplingParams(14, temperature=0, logprobs=2),
-        SamplingParams(5, seed=3, prompt_logprobs=1),
-        SamplingParams(16, seed=4, top_p=0.9, ignore_eos=True),
-    ]
-    return [
-        EngineRequest(
-            RequestId(f"r{i}"),
-            prefixes[i % 2][: BLOCK_SIZE * int(random.integers(1, 6))]
-            + random.integers(3, vocab_size, random.integers(0, 14)).tolist(),
-            replace(kinds[i % len(kinds)], n=1 + i % 2),
-            routing_start=0,
-        )
-        for i in range(count)
-    ]
+    return prefixed_requests(vocab_size, count, block_size=BLOCK_SIZE, max_blocks=5)
 
 
 def test_chunks_neighbours_and_cached_prefixes_equal_solo_runs(model: Model) -> None:

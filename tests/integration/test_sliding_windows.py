@@ -3,7 +3,6 @@ beside others and from cached prefixes, give the bytes of a solo run.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from common.model.families import parse_config
 from common.model.loader import load_model
 from common.model.synthesize import synthesize
 from common.sampling import SamplingParams
+from tests.integration.prefixed_requests import prefixed_requests
 from tests.integration.test_engine_real_model import BLOCK_SIZE, Model, check_all_choices
 
 _WINDOW = 32
@@ -44,25 +44,8 @@ def model(checkpoint: Path, request: pytest.FixtureRequest) -> Model:
 
 
 def _requests(model: Model, count: int) -> list[EngineRequest]:
-    """Two long prefixes, each cut after 1 to 6 blocks and continued differently; 1 to 2 choices."""
-    random = np.random.default_rng(1)
     vocab_size = model.decoder.config.vocab_size
-    prefixes = [random.integers(3, vocab_size, 6 * BLOCK_SIZE).tolist() for _ in range(2)]
-    kinds = [
-        SamplingParams(14, temperature=0, logprobs=2),
-        SamplingParams(5, seed=3, prompt_logprobs=1),
-        SamplingParams(16, seed=4, top_p=0.9, ignore_eos=True),
-    ]
-    return [
-        EngineRequest(
-            RequestId(f"r{i}"),
-            prefixes[i % 2][: BLOCK_SIZE * int(random.integers(1, 7))]
-            + random.integers(3, vocab_size, random.integers(0, 14)).tolist(),
-            replace(kinds[i % len(kinds)], n=1 + i % 2),
-            routing_start=0,
-        )
-        for i in range(count)
-    ]
+    return prefixed_requests(vocab_size, count, block_size=BLOCK_SIZE, max_blocks=6)
 
 
 @pytest.mark.parametrize("chunk", [16, 24, 48])
