@@ -19,7 +19,7 @@ from common.sampling import SamplingParams
 from tests.e2e.cluster import Answer, Client, Cluster, JsonObject, request_body, running_cluster, sse_events
 from tests.e2e.conftest import FLAGS, TINY
 from tests.e2e.oracle import assert_equals_solo, solo_runner
-from tests.e2e.test_disconnect import assert_baseline, gauges
+from tests.e2e.test_disconnect import assert_baseline
 from tests.e2e.test_routing_rows import prompt_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("weight-update")]
@@ -107,7 +107,7 @@ async def control(cluster: Cluster, client: Client, path: str, body: JsonObject 
 async def test_update_in_the_middle_of_streams(
     cluster: Cluster, client: Client, models: dict[str, Path], solos: dict[str, SoloRunner], mode: str
 ) -> None:
-    idle, old = await gauges(client), await version_of(client)
+    old = await version_of(client)
     new = LABELS[LABELS.index(old) + 1]
     streams = Streams(client)
     async with asyncio.TaskGroup() as group:
@@ -122,7 +122,7 @@ async def test_update_in_the_middle_of_streams(
         check(streams.answers[index], streams.versions[index], prompt, solos, mode, (old, new))
     assert await version_of(client) == new
     await check_afterwards(client, solos[new])
-    await assert_baseline(client, idle)
+    await assert_baseline(client)
     await assert_no_violations(client)
 
 
