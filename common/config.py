@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
-from common.setting_types import ByteAmount, ByteSize, HostPorts, Port, Seconds, Words
+from common.setting_types import ByteAmount, ByteSize, CpuList, Duration, HostPorts, Port, Seconds, ThreadSplit, Words
 
 ENV_PREFIX = "MOERELAY_"
 
@@ -56,12 +56,13 @@ class ModelSettings(LogSettings):
     )
     max_num_batched_tokens: int = Field(256, gt=0, description="Tokens per engine step: the size of a prefill chunk.")
     max_num_seqs: int = Field(64, gt=0, description="Sequences in the running batch.")
-    max_waiting: int = Field(1024, gt=0, description="Requests that may wait for blocks; one more is refused (429).")
-    num_threads: int | None = Field(
-        None,
-        gt=0,
-        description="torch threads per worker; default: all cores, in a cluster of `moerelay up` cores / workers.",
+    slo_ttft: Duration | None = Field(
+        None, description="Time to first token that requests are meant to keep to (2s, 500ms); hopeless ones get a 429."
     )
+    slo_itl: Duration | None = Field(
+        None, description="Time between tokens that streams are meant to keep to (50ms); bounds what steps compute."
+    )
+    max_waiting: int = Field(1024, gt=0, description="Requests that may wait for blocks; one more is refused (429).")
     enable_prefix_caching: CliImplicitFlag[bool] = Field(True, description="Keep KV of prompts, for later ones.")
     enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Capture and return routing rows.")
     weight_version: str = Field("0", description="Label of the weights that are loaded.")
@@ -130,6 +131,8 @@ class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings):
     port: Port = Field(0, description="gRPC port; 0 takes a free one.")
     advertise_address: str | None = Field(None, description="Host name or address at which others reach this worker.")
     ready_file: Path | None = Field(None, description="Written, as JSON, once the worker serves.")
+    cpus: CpuList | None = Field(None, description="Cpus that this worker keeps to, e.g. 0-3,8; default: not pinned.")
+    threads: int | None = Field(None, gt=0, description="Engine threads; default: one per core that it may use.")
 
     @property
     def reachable_host(self) -> str:
@@ -227,6 +230,10 @@ class UpSettings(ModelSettings, HandoffSettings, LocalPrefillSettings, Preemptio
     host: str = Field("127.0.0.1", description="Address of the HTTP port.")
     port: Port = Field(8000, description="HTTP port; 0 takes a free one.")
     start_timeout_s: Seconds = Field(600.0, description="Time for every process to become ready.")
+    cpus: CpuList | None = Field(None, description="Cpus for the whole cluster, e.g. 0-3,8; default: all it may use.")
+    threads: ThreadSplit | None = Field(
+        None, description="Engine threads per worker, or PREFILL:DECODE, e.g. 6:2; default: an equal part of the cores."
+    )
 
     @model_validator(mode="after")
     def _has_prefill(self) -> Self:
@@ -235,6 +242,24 @@ class UpSettings(ModelSettings, HandoffSettings, LocalPrefillSettings, Preemptio
                 "--prefill must be at least 1 in disaggregated mode; for one process use --mode aggregated"
             )
         return self
+
+    @model_validator(mode="after")
+    def _splits_threads_among_roles(self) -> Self:
+        if self.mode == "aggregated" and self.threads is not None and ":" in self.threads:
+            raise ValueError(
+                f"--threads {self.threads}: there are no prefill workers with --mode aggregated; give one number"
+            )
+        return self
+
+    @property
+    def prefill_threads(self) -> int | None:
+        """Of each prefill worker; None: its part of the cores."""
+        return None if self.threads is None else int(self.threads.partition(":")[0])
+
+    @property
+    def decode_threads(self) -> int | None:
+        """The same for decode workers."""
+        return None if self.threads is None else int(self.threads.rpartition(":")[2])
 
     @model_validator(mode="after")
     def _has_something_to_do_without(self) -> Self:

@@ -10,7 +10,7 @@ MoerelayError
 │   ├── ConflictError               409  not in the state that the workers are in
 │   └── PayloadTooLargeError        413
 ├── ServiceError                    the service cannot serve it now
-│   ├── OverloadedError             429  a queue is full
+│   ├── OverloadedError             429  a queue is full, or too long
 │   ├── UnavailableError            503  no healthy worker, or draining
 │   ├── WorkerLostError             502  a worker went away during the request
 │   ├── HandoffError                502  the handoff broke
@@ -80,7 +80,14 @@ class ServiceError(MoerelayError):
 
 
 class OverloadedError(ServiceError):
-    """A queue is full."""
+    """A queue is full, or so long that the request would be served too late.
+
+    `retry_after_s`: when it will probably be shorter; None: nobody knows.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class UnavailableError(ServiceError):

@@ -56,6 +56,8 @@ GRPC_TABLE: dict[type[MoerelayError], tuple[grpc.StatusCode, str]] = {
 
 ERROR_TRAILER = "moerelay-error"
 PARAM_TRAILER = "moerelay-param"
+#: Whole seconds, with an OverloadedError that knows them.
+RETRY_AFTER_TRAILER = "moerelay-retry-after"
 
 #: Of a message on the wire. A byte may take three there, and gRPC may drop a call whose trailers exceed 8 KiB.
 _MAX_MESSAGE_BYTES = 2400
@@ -79,6 +81,10 @@ def from_grpc(code: grpc.StatusCode, details: str, trailers: dict[str, str]) -> 
     cls = _CLASS_BY_TRAILER.get(trailers.get(ERROR_TRAILER, "")) or _CLASS_BY_STATUS.get(code, InternalError)
     if cls is WorkerLostError:
         return WorkerLostError(details, param=trailers.get(PARAM_TRAILER), unreachable=ERROR_TRAILER not in trailers)
+    if cls is OverloadedError:
+        seconds = trailers.get(RETRY_AFTER_TRAILER, "")
+        retry_after_s = int(seconds) if seconds.isdecimal() else None
+        return OverloadedError(details, param=trailers.get(PARAM_TRAILER), retry_after_s=retry_after_s)
     return cls(details, param=trailers.get(PARAM_TRAILER))
 
 
@@ -159,6 +165,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: MoerelayErr
     trailers = [(ERROR_TRAILER, kind)]
     if error.param:  # gRPC takes ASCII only
         trailers.append((PARAM_TRAILER, error.param.encode("ascii", "backslashreplace").decode()))
+    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
+        trailers.append((RETRY_AFTER_TRAILER, str(error.retry_after_s)))
     await context.abort(code, _shortened(error.message), tuple(trailers))
 
 

@@ -7,9 +7,13 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
+from common.cpu_list import format_cpus, parse_cpus
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
+_DURATION = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(ms|s)")
 _PORTS = range(1, 65_536)
+_THREADS = re.compile(r"[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?")
 
 
 def parse_bytes(value: object) -> object:
@@ -20,6 +24,13 @@ def parse_bytes(value: object) -> object:
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"{value!r} is not a size; write a number with B, KiB, MiB or GiB, such as 1GiB")
     return int(Fraction(match[1]) * _UNITS[match[2]])
+
+
+def _parse_duration(value: object) -> object:
+    """'50ms' → 0.05, '2s' → 2.0; anything else passes through, as a number of seconds or an error."""
+    if not isinstance(value, str) or (match := _DURATION.fullmatch(value.strip().lower())) is None:
+        return value
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
 def _split(value: object) -> object:
@@ -38,6 +49,20 @@ def _host_port(value: str) -> str:
     return value
 
 
+def _cpu_list(value: object) -> object:
+    """'3, 0-2' → '0-3'; a TOML number is one cpu."""
+    return format_cpus(parse_cpus(str(value))) if isinstance(value, str | int) else value
+
+
+def _thread_split(value: object) -> object:
+    """'6:2' and '4' as they are, and so is a TOML number."""
+    if not isinstance(value, str | int):
+        return value
+    if not _THREADS.fullmatch(str(value)):
+        raise ValueError(f"{value!r} is neither a number of threads nor two, PREFILL:DECODE, such as 6:2")
+    return str(value)
+
+
 #: At most what an int64 holds: more is a slip of the keyboard, and would overflow far from here.
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)]
 #: Where none at all makes sense too.
@@ -49,3 +74,9 @@ HostPorts = Annotated[list[HostPort], NoDecode, BeforeValidator(_split)]
 Words = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Port = Annotated[int, Field(ge=0, lt=_PORTS.stop)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: Seconds, or a number with its unit: 0.05, 50ms, 2s.
+Duration = Annotated[float, BeforeValidator(_parse_duration), Field(gt=0, allow_inf_nan=False)]
+#: Cpus of this machine, in the spelling of Linux: "0-3,8".
+CpuList = Annotated[str, BeforeValidator(_cpu_list)]
+#: "4": engine threads of each worker; "6:2": of each prefill worker and of each decode worker.
+ThreadSplit = Annotated[str, BeforeValidator(_thread_split)]

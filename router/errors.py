@@ -44,6 +44,8 @@ def error_response(error: MoerelayError) -> web.Response:
 
 
 def _headers(error: MoerelayError) -> dict[str, str]:
+    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
+        return {"Retry-After": str(error.retry_after_s)}
     if isinstance(error, OverloadedError | UnavailableError):
         return {"Retry-After": str(RETRY_AFTER_S)}
     if isinstance(error, AuthenticationError):

@@ -227,6 +227,25 @@ class RouterView(ResponseModel):
     version: str
 
 
+class StepTimesView(ResponseModel):
+    """What a worker's steps take, as measured so far: seconds, each to be multiplied by its count.
+
+    `experts_s` times `1 - unread ** tokens`; a pair is a token and a position that it attends to. `moerelay advise`
+    reads them.
+    """
+
+    fixed_s: float
+    experts_s: float
+    prompt_token_s: float
+    prompt_pair_s: float
+    decode_token_s: float
+    decode_pair_s: float
+    unread: float
+    prompt_steps: int
+    decode_steps: int
+    error: float
+
+
 class WorkerView(ResponseModel):
     """One configured worker. What it never reported is null; `refused` says why it is not used although it lives."""
 
@@ -249,6 +268,9 @@ class WorkerView(ResponseModel):
     instance_id: str | None
     numerics: str | None
     fingerprint: str | None
+    max_num_batched_tokens: int | None
+    max_num_seqs: int | None
+    step_times: StepTimesView | None
 
 
 class ClusterView(ResponseModel):

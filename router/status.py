@@ -19,6 +19,7 @@ from router.response_schemas import (
     ModelCard,
     ModelList,
     RouterView,
+    StepTimesView,
     VersionResponse,
     WorkerView,
 )
@@ -119,7 +120,14 @@ def _view(worker: Worker, status: worker_pb2.WorkerStatus) -> WorkerView:
         instance_id=status.instance_id,
         numerics=status.model.numerics,
         fingerprint=status.model.fingerprint,
+        max_num_batched_tokens=status.max_num_batched_tokens,
+        max_num_seqs=status.max_num_seqs,
+        step_times=_step_times(status.step_times),
     )
+
+
+def _step_times(measured: worker_pb2.StepTimes) -> StepTimesView:
+    return StepTimesView(**{name: getattr(measured, name) for name in StepTimesView.model_fields})
 
 
 def _unheard(worker: Worker) -> WorkerView:

@@ -2,9 +2,11 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 from common.engine.bounds import check_sampling
 from common.engine.limits import EngineLimits
+from common.engine.prospect import Prospect, Waiting
 from common.engine.request import EngineRequest, RequestId
 from common.errors import DuplicateRequestError, InvalidRequestError, OverloadedError, UnavailableError
 
@@ -16,17 +18,30 @@ class Admission:
     request got its seat and when it ended.
     """
 
-    def __init__(self, limits: EngineLimits, *, num_usable_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        *,
+        num_usable_blocks: int,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limits = limits
         self._num_usable_blocks = num_usable_blocks
         self._block_size = block_size
+        self._clock = clock
         self._lock = threading.Lock()
-        self._live: set[RequestId] = set()
-        #: When each waiting request came in, by the monotonic clock.
-        self._waiting: dict[RequestId, float] = {}
+        #: When each live request came in, by the clock.
+        self._live: dict[RequestId, float] = {}
+        self._waiting: dict[RequestId, Waiting] = {}
         #: Choices that are about to end; None: all of them.
         self._ending: dict[RequestId, set[int | None]] = {}
         self._closed = False
+        #: How long those that wait, wait.
+        self.prospect = Prospect(limits.objectives.ttft_s)
+        #: Requests that were refused because too many wait, or because they would have waited too long.
+        self.num_refused_full = 0
+        self.num_refused_late = 0
 
     def enter(self, request: EngineRequest) -> None:
         """Makes the request live and waiting.
@@ -35,7 +50,7 @@ class Admission:
             InvalidRequestError: it can never be served here.
             UnavailableError: the engine stopped.
             DuplicateRequestError: its id is live.
-            OverloadedError: too many requests wait.
+            OverloadedError: too many requests wait, or those ahead take longer than the TTFT objective allows.
         """
         self._check_fields(request)
         self._check_fits(request)
@@ -47,16 +62,31 @@ class Admission:
                     f"request id {request.request_id!r} is in use by a live request; choose another",
                     param="request_id",
                 )
-            if len(self._waiting) >= self._limits.max_waiting:
-                raise OverloadedError(f"{len(self._waiting)} requests wait already; retry later")
-            self._live.add(request.request_id)
-            self._waiting[request.request_id] = time.monotonic()
+            now = self._clock()
+            self._check_queue(request, now)
+            self._live[request.request_id] = now
+            self._waiting[request.request_id] = Waiting.of(request, now)
+
+    def _check_queue(self, request: EngineRequest, now: float) -> None:
+        if len(self._waiting) >= self._limits.max_waiting:
+            self.num_refused_full += 1
+            raise OverloadedError(f"{len(self._waiting)} requests wait already; retry later")
+        try:
+            self.prospect.check(request, self._waiting.values(), now)
+        except OverloadedError:
+            self.num_refused_late += 1
+            raise
 
     def seat(self, request_id: RequestId) -> float:
         """The request waits no longer; returns the seconds that it waited."""
         with self._lock:
-            now = time.monotonic()
-            return now - self._waiting.pop(request_id, now)
+            waited = self._waiting.pop(request_id, None)
+            return 0.0 if waited is None else self._clock() - waited.arrived
+
+    def age(self, request_id: RequestId) -> float:
+        """Seconds since a live request came in."""
+        with self._lock:
+            return self._clock() - self._live[request_id]
 
     def leave(self, request_id: RequestId) -> None:
         """The request ended; its id may be used again."""
@@ -88,7 +118,7 @@ class Admission:
             return orphans
 
     def _forget(self, request_id: RequestId) -> None:
-        self._live.discard(request_id)
+        self._live.pop(request_id, None)
         self._waiting.pop(request_id, None)
         self._ending.pop(request_id, None)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.engine.sequence import SequenceState
+from common.engine.step_times import StepWork, num_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +29,50 @@ class ScheduledBatch:
     """
 
     chunks: tuple[ScheduledChunk, ...]
+    #: How much that is.
+    work: StepWork
 
 
 class Round:
     """One scheduling round: hands out the token budget. Thrown away when the batch is built."""
 
     def __init__(self, budget: int) -> None:
-        self._budget = budget
+        #: Tokens that are left.
+        self.budget = budget
         self._chunks: list[ScheduledChunk] = []
+        self._decode_tokens = 0
+        self._decode_pairs = 0
+        self._prompt_tokens = 0
+        self._prompt_pairs = 0.0
 
-    def add(self, sequences: Iterable[SequenceState]) -> None:
-        """Gives each sequence all tokens it can forward, or what is left of the budget."""
+    def add_decodes(self, sequences: Iterable[SequenceState]) -> None:
+        """Gives each its next token, as long as the budget lasts."""
+        for sequence in sequences:
+            if not self.budget:
+                return
+            end = len(sequence.token_ids)
+            self._chunks.append(ScheduledChunk(sequence, end - 1, end))
+            self.budget -= 1
+            self._decode_tokens += 1
+            self._decode_pairs += end
+
+    def add_prompts(self, sequences: Iterable[SequenceState], budget: int) -> None:
+        """Gives each all tokens that it can forward, or what is left of `budget`, a part of the round's."""
+        self.budget -= budget
         for sequence in sequences:
             start = sequence.num_computed
-            end = min(len(sequence.token_ids), start + self._budget)
+            end = min(len(sequence.token_ids), start + budget)
             if start < end:
-                self._budget -= end - start
                 self._chunks.append(ScheduledChunk(sequence, start, end))
+                budget -= end - start
+                self._prompt_tokens += end - start
+                self._prompt_pairs += num_pairs(start, end)
+        self.budget += budget
+
+    @property
+    def work(self) -> StepWork:
+        """What has been given out."""
+        return StepWork(self._prompt_tokens, self._prompt_pairs, self._decode_tokens, self._decode_pairs)
 
     def batch(self) -> ScheduledBatch | None:
-        return ScheduledBatch(tuple(self._chunks)) if self._chunks else None
+        return ScheduledBatch(tuple(self._chunks), self.work) if self._chunks else None

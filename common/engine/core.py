@@ -3,6 +3,7 @@
 A step is synchronous; commands come between steps. So an abort never frees blocks that a running step writes.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import structlog
@@ -15,6 +16,8 @@ from common.engine.group import ChoiceGroup
 from common.engine.handed_over import is_of_other_weights, misplaced, problem_of
 from common.engine.limits import EngineLimits
 from common.engine.moves import BlockMover
+from common.engine.objectives import Attainment
+from common.engine.pace import Pace
 from common.engine.preemption_log import PreemptionLog
 from common.engine.reporter import Reporter
 from common.engine.request import (
@@ -29,6 +32,7 @@ from common.engine.request import (
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Phase, SequenceState
 from common.engine.stats import EngineStats
+from common.engine.step_fit import StepTimeFit
 from common.engine.swap import SwapSpace
 from common.errors import HandoffCorruptError, InternalError, MoerelayError, RoutingMissingError
 from common.kv.cache import PrefixCache
@@ -56,6 +60,7 @@ class EngineCore:
         admission: Admission,
         *,
         prefix_caching: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = EngineStats()
         self.observe_queue_time: Callable[[float], None] = _ignore
@@ -63,12 +68,15 @@ class EngineCore:
         self._store = store
         self._cache = PrefixCache(pool, store.layout.block_size, store.has_rows, enabled=prefix_caching)
         swap = SwapSpace(limits.swap_space_bytes, store.layout.token_bytes, store.routing.row_bytes)
-        self._scheduler = Scheduler(pool, limits, self._cache, swap)
+        self.step_fit = StepTimeFit(store.routing.num_experts, store.routing.top_k)
+        self.attainment = Attainment(limits.objectives)
+        self._clock = clock
+        self._scheduler = Scheduler(pool, limits, self._cache, swap, Pace(self.step_fit, limits.objectives))
         self._mover = BlockMover(store, pool, self.stats, PreemptionLog(self.stats, swap))
         self._eos_token_ids = eos_token_ids
         self._vocab_size = limits.vocab_size
         self._admission = admission
-        self._reporter = Reporter(self._scheduler, store, admission, eos_token_ids)
+        self._reporter = Reporter(self._scheduler, store, admission, eos_token_ids, self.attainment)
         #: Labels of all weights that were in use here; replaced, never changed, so any thread may read it.
         self.known_weight_versions: frozenset[str] = frozenset({""})
 
@@ -176,7 +184,10 @@ class EngineCore:
 
     def step(self) -> bool:
         """Admits what fits, then computes one batch. False when nothing can be computed before the next command."""
+        started = self._clock()
         batch = self._next_batch()
+        if self._admission.prospect.enabled:
+            self._admission.prospect.backlog = self._scheduler.backlog()
         if batch is None:
             return False
         try:
@@ -184,6 +195,8 @@ class EngineCore:
             computed = compute(self._runner, batch, self._eos_token_ids, self.weight_version)
             self.stats.count(batch)
             self._advance(computed)
+            if (seconds := self._clock() - started) > 0:
+                self.step_fit.observe(batch.work, seconds)
         except Exception as error:  # noqa: BLE001 - the engine's supervisor: one bad batch must not end the others
             self._fail_batch(batch, error)
         return True
@@ -229,6 +242,7 @@ class EngineCore:
         request = prompt.request
         self.observe_queue_time(self._admission.seat(request.request_id))
         self._count_hits(prompt)
+        self._admission.prospect.seated(prompt.num_prompt, prompt.num_cached)
         if prompt.phase is Phase.LEASED:
             self._reporter.events.append(BlocksLeased(request.request_id, prompt.blocks, prompt.num_cached))
         elif request.work is Work.DECODE:

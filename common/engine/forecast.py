@@ -6,17 +6,22 @@ Everybody goes on; nobody comes in, stops early or is preempted. Where that is w
 from collections.abc import Iterable
 
 from common.engine.batch import ScheduledBatch
+from common.engine.pace import Pace
 from common.engine.request import Work
 from common.engine.sequence import Phase, SequenceState
+from common.engine.step_times import StepWork
 from common.model.batch import Chunk
 
 
-def forecast(batch: ScheduledBatch, seated: Iterable[SequenceState], budget: int, block_size: int) -> list[Chunk]:
+def forecast(
+    batch: ScheduledBatch, seated: Iterable[SequenceState], budget: int, block_size: int, pace: Pace
+) -> list[Chunk]:
     """The chunks of the next step, in its order, with ids of 0; none where a block or a choice is missing for it.
 
     Args:
         seated: as the scheduler has them, in order of admission.
         budget: tokens per step.
+        pace: how many of them may be of prompts; it may learn otherwise until then.
     """
     ends = {chunk.sequence: chunk for chunk in batch.chunks}
     decodes: list[Chunk] = []
@@ -32,7 +37,11 @@ def forecast(batch: ScheduledBatch, seated: Iterable[SequenceState], budget: int
         if _is_forked_after(sequence) or chunk.end >= len(sequence.blocks) * block_size:
             return []
         decodes.append(_chunk(sequence, chunk.end, chunk.end + 1, samples=True))
-    return decodes + _parts(prompts, budget - len(decodes))
+    if not prompts:
+        return decodes
+    work = StepWork(decode_tokens=len(decodes), decode_pairs=sum(chunk.end for chunk in decodes))
+    remainders = [(start, len(sequence.token_ids)) for sequence, start in prompts]
+    return decodes + _parts(prompts, pace.prompt_budget(work, remainders, budget - len(decodes)))
 
 
 def _parts(prompts: Iterable[tuple[SequenceState, int]], budget: int) -> list[Chunk]:

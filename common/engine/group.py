@@ -14,6 +14,8 @@ class ChoiceGroup:
         sequences: by choice. Until the prompt is there only choice 0's, which computes or receives it for all, whether
             or not that choice itself is open; from then on those of the open choices.
         is_forked: the prompt is there, and the first token of every choice.
+        ttft_s: how long after the request the first tokens came; 0 before.
+        worst_itl_s: mean time between tokens of the slowest choice that has ended.
     """
 
     def __init__(self, request: EngineRequest, arrival: int, chain: TokenChain, epoch: int) -> None:
@@ -22,6 +24,8 @@ class ChoiceGroup:
         self.open = set(range(request.sampling.n))
         self.sequences = {0: SequenceState(request, arrival, chain, epoch)}
         self.is_forked = False
+        self.ttft_s = 0.0
+        self.worst_itl_s = 0.0
 
     @property
     def prompt(self) -> SequenceState:

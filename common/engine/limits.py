@@ -1,11 +1,13 @@
 """Fixed bounds of one engine, and how far its results can be relied on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from common.engine.objectives import Objectives
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Read from the settings and the checkpoint once; every number but the last is at least 1."""
+    """Read from the settings and the checkpoint once; every number but that of the swap space is at least 1."""
 
     #: Tokens per step, over all sequences: the largest prefill chunk.
     max_num_batched_tokens: int
@@ -20,6 +22,8 @@ class EngineLimits:
     swap_space_bytes: int
     #: Positions that are forwarded again get the same bits. Where they do not, KV is always kept, and never replaced.
     exact: bool = True
+    #: What requests are meant to keep to; they bound chunks, seats and the waiting line by time.
+    objectives: Objectives = field(default_factory=Objectives)
 
     @property
     def num_seats(self) -> int:

@@ -12,8 +12,10 @@ import torch
 from common.engine.admission import Admission
 from common.engine.core import EngineCore
 from common.engine.limits import EngineLimits
+from common.engine.objectives import Attainment
 from common.engine.request import EngineEvent, EngineLoad, EngineRequest, Failed, RequestId
 from common.engine.stats import EngineStats
+from common.engine.step_fit import StepTimeFit
 from common.engine.visits import Visits, run_visit
 from common.errors import ConflictError, UnavailableError
 from common.kv.pool import BlockPool
@@ -57,6 +59,7 @@ class Engine:
         *,
         prefix_caching: bool = True,
     ) -> None:
+        self.limits = limits
         self._admission = Admission(
             limits, num_usable_blocks=pool.num_usable_blocks, block_size=store.layout.block_size
         )
@@ -233,6 +236,26 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         return self._core.stats
+
+    @property
+    def step_fit(self) -> StepTimeFit:
+        """What steps take here, as measured so far."""
+        return self._core.step_fit
+
+    @property
+    def attainment(self) -> Attainment:
+        """How many requests kept to their objectives."""
+        return self._core.attainment
+
+    @property
+    def num_refused_full(self) -> int:
+        """Requests that were refused because too many wait."""
+        return self._admission.num_refused_full
+
+    @property
+    def num_refused_late(self) -> int:
+        """Requests that were refused because their first token would have come too late."""
+        return self._admission.num_refused_late
 
     def load(self) -> EngineLoad:
         """Live counts, at most one step old."""

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Sequence
 from common.engine.admission import Admission
 from common.engine.grammar import GrammarMatcher
 from common.engine.group import ChoiceGroup
-from common.engine.request import EngineEvent, Failed, Progress, PromptAdvanced
+from common.engine.objectives import Attainment
+from common.engine.request import EngineEvent, Failed, Progress, PromptAdvanced, Work
 from common.engine.saved import SavedRange, prompt_tail
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import SequenceState
-from common.errors import MoerelayError
-from common.kv.store import KVStore, slots_of
+from common.errors import MoerelayError, ServiceError
+from common.kv.store import KVStore
 from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, FinishReason, SampledToken, finish_after
@@ -20,13 +21,19 @@ class Reporter:
     """Collects events in `events`. Methods that raise have told nothing; whoever calls them fails the request."""
 
     def __init__(
-        self, scheduler: Scheduler, store: KVStore, admission: Admission, eos_token_ids: frozenset[int]
+        self,
+        scheduler: Scheduler,
+        store: KVStore,
+        admission: Admission,
+        eos_token_ids: frozenset[int],
+        attainment: Attainment,
     ) -> None:
         self.events: list[EngineEvent] = []
         self._scheduler = scheduler
         self._store = store
         self._admission = admission
         self._eos_token_ids = eos_token_ids
+        self._attainment = attainment
 
     # --- progress
 
@@ -67,6 +74,7 @@ class Reporter:
             RoutingMissingError: a position has no row.
             InvalidRequestError: a token does not follow the grammar, or the parser hit one of its limits.
         """
+        group.ttft_s = self._admission.age(group.request.request_id)
         prompt, last_rows_TLK = group.prompt, self._take_rows(group.prompt)
         matchers = [_moved_on(group.request.matcher, token) for token in tokens]
         finishes = [self._finish(group, token, 1) for token in tokens]
@@ -94,6 +102,8 @@ class Reporter:
         group.is_forked = True
         if 0 in going_on:
             self._scheduler.start_decoding(prompt)
+        if not going_on:
+            self._attainment.finished(group.ttft_s, group.worst_itl_s)
         self._leave_open(group, going_on)
 
     def token(self, group: ChoiceGroup, sequence: SequenceState, token: SampledToken) -> None:
@@ -110,7 +120,15 @@ class Reporter:
         finish = self._finish(group, token, sequence.num_generated)
         self.events.append(Progress(group.request.request_id, (token,), rows_TLK, finish, sequence.choice))
         if finish is not None:
+            self._finished(group, sequence)
             self._leave_open(group, group.open - {sequence.choice})
+
+    def _finished(self, group: ChoiceGroup, sequence: SequenceState) -> None:
+        """A choice has ended by itself; with the last one it is known how the request did."""
+        decode_s = self._admission.age(group.request.request_id) - group.ttft_s
+        group.worst_itl_s = max(group.worst_itl_s, decode_s / (sequence.num_generated - 1))
+        if group.open == {sequence.choice}:
+            self._attainment.finished(group.ttft_s, group.worst_itl_s)
 
     def _finish(self, group: ChoiceGroup, token: SampledToken, num_generated: int) -> Finish | None:
         return finish_after(group.request.sampling, self._eos_token_ids, token.token_id, num_generated)
@@ -131,7 +149,7 @@ class Reporter:
         return None if start is None else self._rows(prompt, start, prompt.num_prompt)
 
     def _rows(self, sequence: SequenceState, start: int, end: int) -> RoutingArray:
-        return self._store.read_rows(slots_of(sequence.blocks, start, end, self._store.layout.block_size))
+        return self._store.read_row_range(sequence.blocks, start, end)
 
     def _tail(self, prompt: SequenceState) -> tuple[SavedRange, ...]:
         return prompt_tail(self._store, prompt.blocks, prompt.num_prompt, routing=prompt.wants_rows)
@@ -146,6 +164,8 @@ class Reporter:
 
     def fail(self, group: ChoiceGroup, error: MoerelayError) -> None:
         """Ends the request, with all of its choices, in an error."""
+        if isinstance(error, ServiceError) and group.request.work is not Work.PREFILL:
+            self._attainment.failed()
         self.end(group)
         self.events.append(Failed(group.request.request_id, error))
 

@@ -6,15 +6,18 @@ Continuous batching with chunked prefill (Orca, OSDI 2022; Sarathi-Serve, OSDI 2
 from collections.abc import Collection
 
 from common.engine.allotment import Allotment
+from common.engine.backlog import Backlog
 from common.engine.batch import Round, ScheduledBatch
 from common.engine.forecast import forecast
 from common.engine.group import ChoiceGroup
 from common.engine.limits import EngineLimits
 from common.engine.line import WaitingLine, urgency_of
+from common.engine.pace import Pace
 from common.engine.preemption import BlockChanges, Preemptor
 from common.engine.request import EngineLoad, EngineRequest, RequestId, Work
 from common.engine.saved import SavedRange
 from common.engine.sequence import Phase, SequenceState
+from common.engine.step_times import StepWork
 from common.engine.swap import SwapSpace
 from common.kv.cache import PrefixCache
 from common.kv.pool import BlockId, BlockPool
@@ -47,13 +50,17 @@ class Scheduler:
 
     Cached blocks can only make a request smaller: whoever holds some would hold as many without the cache, and what
     nobody holds counts as free.
+
+    Where streams have an objective, `Pace` bounds the prompt tokens beside decodes and the seats of those that decode.
+    At least one seat is always there, and some prompt tokens, so all of the above holds.
     """
 
-    def __init__(self, pool: BlockPool, limits: EngineLimits, cache: PrefixCache, swap: SwapSpace) -> None:
+    def __init__(self, pool: BlockPool, limits: EngineLimits, cache: PrefixCache, swap: SwapSpace, pace: Pace) -> None:
         self._pool = pool
         self._limits = limits
         self._cache = cache
         self._swap = swap
+        self._pace = pace
         self._allotment = Allotment(pool, cache, swap, exact=limits.exact)
         self._block_size = cache.block_size
         self._live: dict[RequestId, ChoiceGroup] = {}
@@ -120,7 +127,17 @@ class Scheduler:
 
     def _try_give(self, sequence: SequenceState) -> bool:
         """Blocks, if there is a seat too."""
-        return not self._seats_are_full and self._allotment.try_give(sequence, self._reserve(sequence))
+        if self._seats_are_full or not self._is_in_time(sequence):
+            return False
+        return self._allotment.try_give(sequence, self._reserve(sequence))
+
+    def _is_in_time(self, sequence: SequenceState) -> bool:
+        """Those that decode still keep to their objective with one more, as far as can be foretold."""
+        if self.closed or not self._seated or sequence.request.work is Work.PREFILL or not self._pace.bounds_decodes:
+            return True
+        contexts = [len(s.token_ids) for s in self._seated]
+        decodes = StepWork(decode_tokens=len(contexts), decode_pairs=sum(contexts))
+        return self._pace.has_room(decodes, len(sequence.token_ids))
 
     def _try_make_room(self, sequence: SequenceState, admitted: Collection[SequenceState]) -> bool:
         """The same at the cost of others, where nobody is going to leave, or before a freeze.
@@ -162,13 +179,20 @@ class Scheduler:
             elif sequence.phase is not Phase.LEASED:
                 computing.append(sequence)
         this_round = Round(self._limits.max_num_batched_tokens)
-        for sequences in (computing, decoding) if self.closed else (decoding, computing):
-            this_round.add(sequences)
+        if self.closed:
+            this_round.add_prompts(computing, this_round.budget)
+            this_round.add_decodes(decoding)
+        else:
+            this_round.add_decodes(decoding)
+            if computing:
+                remainders = [(s.num_computed, len(s.token_ids)) for s in computing]
+                budget = self._pace.prompt_budget(this_round.work, remainders, this_round.budget)
+                this_round.add_prompts(computing, budget)
         return this_round.batch()
 
     def forecast(self, batch: ScheduledBatch) -> list[Chunk]:
         """What the step after this one will probably compute."""
-        return forecast(batch, self._seated, self._limits.max_num_batched_tokens, self._block_size)
+        return forecast(batch, self._seated, self._limits.max_num_batched_tokens, self._block_size, self._pace)
 
     def advance(self, sequence: SequenceState, end: int) -> None:
         """A step has computed the positions up to `end`."""
@@ -211,6 +235,14 @@ class Scheduler:
         return freed
 
     # --- observation
+
+    def backlog(self) -> Backlog:
+        """What stands between a prompt that comes now and its first token."""
+        contexts = [len(s.token_ids) for s in self._seated if s.phase is Phase.DECODING]
+        decodes = StepWork(decode_tokens=len(contexts), decode_pairs=sum(contexts))
+        token_s = self._pace.prompt_token_s(decodes, self._limits.max_num_batched_tokens)
+        computing = [s for s in self._seated if s.phase in (Phase.PREFILLING, Phase.RECOMPUTING)]
+        return Backlog(sum(len(s.token_ids) - s.num_computed for s in computing), token_s)
 
     def has_open_prompts(self) -> bool:
         """A prompt is being computed, is on its way here, or is waited for elsewhere; or a sequence is recomputed."""

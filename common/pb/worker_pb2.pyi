@@ -103,6 +103,9 @@ class WorkerStatus(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
     STAGED_VERSION_FIELD_NUMBER: _builtins.int
+    STEP_TIMES_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, unique in the cluster, e.g. "decode-0"."""
     instance_id: _builtins.str
@@ -124,10 +127,17 @@ class WorkerStatus(_message.Message):
     """Level of the Sleep call in force; 0: awake."""
     staged_version: _builtins.str
     """Label of the weights that StageWeights has loaded and CommitWeights has not put to use; empty: none."""
+    max_num_batched_tokens: _builtins.int
+    """Tokens per step, and sequences per batch, at most."""
+    max_num_seqs: _builtins.int
     @_builtins.property
     def model(self) -> _types_pb2.ModelDescription: ...
     @_builtins.property
     def load(self) -> Global___WorkerLoad: ...
+    @_builtins.property
+    def step_times(self) -> Global___StepTimes:
+        """What the engine's steps take, as measured so far."""
+
     def __init__(
         self,
         *,
@@ -145,14 +155,70 @@ class WorkerStatus(_message.Message):
         pause: Global___PauseState.ValueType = ...,
         sleep_level: _builtins.int = ...,
         staged_version: _builtins.str = ...,
+        step_times: Global___StepTimes | None = ...,
+        max_num_batched_tokens: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model", "step_times", b"step_times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "exact", b"exact", "handoff_endpoint", b"handoff_endpoint", "instance_id", b"instance_id", "load", b"load", "model", b"model", "pause", b"pause", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "sleep_level", b"sleep_level", "staged_version", b"staged_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "exact", b"exact", "handoff_endpoint", b"handoff_endpoint", "instance_id", b"instance_id", "load", b"load", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pause", b"pause", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "sleep_level", b"sleep_level", "staged_version", b"staged_version", "step_times", b"step_times", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class StepTimes(_message.Message):
+    """A step takes about fixed_s + experts_s * (1 - unread ^ tokens) and the others times their counts, in seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIXED_S_FIELD_NUMBER: _builtins.int
+    EXPERTS_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PROMPT_PAIR_S_FIELD_NUMBER: _builtins.int
+    DECODE_TOKEN_S_FIELD_NUMBER: _builtins.int
+    DECODE_PAIR_S_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
+    PROMPT_STEPS_FIELD_NUMBER: _builtins.int
+    DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    fixed_s: _builtins.float
+    experts_s: _builtins.float
+    prompt_token_s: _builtins.float
+    prompt_pair_s: _builtins.float
+    """Per pair of a prompt's token and a position that it attends to."""
+    decode_token_s: _builtins.float
+    decode_pair_s: _builtins.float
+    """Per pair of a decoded token and a position that it attends to."""
+    unread: _builtins.float
+    """1 - top_k / num_experts."""
+    prompt_steps: _builtins.int
+    """Steps that were measured: those with parts of prompts, and those that only decode."""
+    decode_steps: _builtins.int
+    error: _builtins.float
+    """Mean relative error of the predictions lately."""
+    def __init__(
+        self,
+        *,
+        fixed_s: _builtins.float = ...,
+        experts_s: _builtins.float = ...,
+        prompt_token_s: _builtins.float = ...,
+        prompt_pair_s: _builtins.float = ...,
+        decode_token_s: _builtins.float = ...,
+        decode_pair_s: _builtins.float = ...,
+        unread: _builtins.float = ...,
+        prompt_steps: _builtins.int = ...,
+        decode_steps: _builtins.int = ...,
+        error: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_pair_s", b"decode_pair_s", "decode_steps", b"decode_steps", "decode_token_s", b"decode_token_s", "error", b"error", "experts_s", b"experts_s", "fixed_s", b"fixed_s", "prompt_pair_s", b"prompt_pair_s", "prompt_steps", b"prompt_steps", "prompt_token_s", b"prompt_token_s", "unread", b"unread"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTimes: _TypeAlias = StepTimes  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):

@@ -11,6 +11,7 @@ from common.config import WorkerSettings
 from common.engine.grammar import GrammarCompiler
 from common.engine.limits import EngineLimits
 from common.engine.loop import Engine
+from common.engine.objectives import Objectives
 from common.errors import ConfigError
 from common.kv.pool import BlockPool
 from common.kv.store import KVLayout, KVStore
@@ -80,6 +81,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
             vocab_size=config.vocab_size,
             swap_space_bytes=swap_space_bytes,
             exact=is_exact(device),
+            objectives=Objectives(settings.slo_ttft, settings.slo_itl),
         ),
         eos_token_ids=config.eos_token_ids,
         on_events=bridge.deliver,

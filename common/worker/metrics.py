@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -89,6 +90,7 @@ def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
     metrics.counter("prefix_cache_queries_tokens", "Prompt tokens looked up.", lambda: stats.prefix_cache_queries)
     metrics.counter("prefix_cache_hit_tokens", "Those of them that were cached.", lambda: stats.prefix_cache_hits)
     _preemption_metrics(metrics, engine)
+    _goodput_metrics(metrics, engine)
     waited = metrics.histogram("request_queue_time_seconds", "Time until a seat was free.", QUEUE_TIME_BUCKETS)
     engine.observe_queue_time(waited)
 
@@ -105,6 +107,23 @@ def _preemption_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
     metrics.gauge("requests_preempted", "Sequences that wait to go on.", lambda: engine.load().preempted)
     metrics.gauge("swap_bytes_used", "Host memory that holds their KV.", lambda: engine.load().swap_bytes_used)
     metrics.gauge("swap_bytes", "Host memory meant for it.", lambda: engine.load().swap_bytes_total)
+
+
+def _goodput_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
+    """Whether requests keep to their objectives, and how well steps are foretold, by which they are scheduled."""
+    fit, attainment = engine.step_fit, engine.attainment
+    metrics.counter("engine_step_seconds", "Time of foretold forward passes.", lambda: fit.measured_s)
+    metrics.counter("engine_step_predicted_seconds", "What was foretold of it.", lambda: fit.predicted_s)
+    metrics.gauge("engine_step_prediction_error", "Mean relative error lately.", lambda: fit.error)
+    refused = {"queue_full": lambda: engine.num_refused_full, "slo_ttft": lambda: engine.num_refused_late}
+    metrics.counters("requests_refused", "Requests that were refused (429).", "cause", refused)
+    if not attainment.enabled:
+        return
+    tallies = {"ttft": attainment.ttft, "itl": attainment.itl, "all": attainment.all}
+    met = {name: partial(getattr, tally, "met") for name, tally in tallies.items()}
+    missed = {name: partial(getattr, tally, "missed") for name, tally in tallies.items()}
+    metrics.counters("slo_met", "Requests that kept to an objective.", "objective", met)
+    metrics.counters("slo_missed", "Requests that did not.", "objective", missed)
 
 
 def control_metrics(metrics: WorkerMetrics, control: WorkerControl, weights: Weights) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import grpc
 
 from common.engine.request import RequestId
+from common.engine.step_fit import StepTimeFit
 from common.errors import InternalError, InvalidRequestError
 from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
 from common.rpc import PROTOCOL_VERSION
@@ -95,6 +96,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             pause=_STATES[self._control.state],
             sleep_level=self._control.sleep_level,
             staged_version=self._core.weights.staged_version,
+            step_times=_step_times(self._core.engine.step_fit),
+            max_num_batched_tokens=self._core.engine.limits.max_num_batched_tokens,
+            max_num_seqs=self._core.engine.limits.max_num_seqs,
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortReply:
@@ -151,3 +155,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         violations = await asyncio.to_thread(self._core.engine.check_invariants)
         violations += self._role_service.check_invariants() + self._control.check_invariants()
         return worker_pb2.CheckInvariantsReply(violations=violations)
+
+
+def _step_times(fit: StepTimeFit) -> worker_pb2.StepTimes:
+    return worker_pb2.StepTimes(
+        **fit.times._asdict(), prompt_steps=fit.num_prompt_steps, decode_steps=fit.num_decode_steps, error=fit.error
+    )

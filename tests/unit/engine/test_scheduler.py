@@ -6,9 +6,11 @@ import pytest
 
 from common.engine.batch import ScheduledBatch
 from common.engine.group import ChoiceGroup
+from common.engine.pace import Pace
 from common.engine.request import RequestId, Work
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Phase, SequenceState
+from common.engine.step_fit import StepTimeFit
 from common.engine.swap import SwapSpace
 from common.kv.cache import PrefixCache
 from common.kv.pool import BlockPool
@@ -22,7 +24,8 @@ class Bench:
         self.pool = BlockPool(num_blocks + 1)
         bounds = limits(max_num_batched_tokens=budget, max_num_seqs=seats)
         cache = PrefixCache(self.pool, 4, lambda block: False, enabled=False)
-        self.scheduler = Scheduler(self.pool, bounds, cache, SwapSpace(swap_space_bytes, 8, 4))
+        pace = Pace(StepTimeFit(8, 2), bounds.objectives)
+        self.scheduler = Scheduler(self.pool, bounds, cache, SwapSpace(swap_space_bytes, 8, 4), pace)
 
     def add(
         self, name: str, num_prompt: int, max_tokens: int = 4, work: Work = Work.WHOLE, *, priority: int = 0
