@@ -72,7 +72,7 @@ class DecodeAdvice:
         """Seconds of a step with that many sequences."""
         work = StepWork(0, 0.0, 0, num_seqs * self.context)
         times = self.worker.times
-        tokens = times.decode_token_s * num_seqs + times.experts_s * (1.0 - times.unread**num_seqs)
+        tokens = times.decode_token_s * num_seqs + times.experts_s * (1.0 - math.pow(times.unread, num_seqs))
         return times.predict(work) + tokens
 
     def num_seqs(self, rate: float) -> float:
