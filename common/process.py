@@ -1,10 +1,9 @@
-"""What every moerelay process does around its service: signals, draining, cores, the ready file."""
+"""What every moerelay process does around its service: signals, draining, the ready file."""
 
 import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,11 +32,6 @@ async def drain_or_second_signal(drain: Coroutine[None, None, bool], stop: async
         waiter.cancel()
     await asyncio.gather(drained, forced, return_exceptions=True)
     return clean
-
-
-def num_cores() -> int:
-    """Cores that this process may use: those of its affinity mask where the platform has one, else all."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else (os.cpu_count() or 1)
 
 
 def host_port(host: str, port: int) -> str:

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings, WorkerSettings
-from common.process import num_cores
+from common.cores import Cores, usable_cores
+from common.cpu_list import format_cpus
+from deploy.core_plan import CorePlan, Share, plan_cores
 from deploy.processes import ProcessSpec
 
 #: A unix socket's path has 108 bytes on Linux and 104 on macOS, its closing zero included.
 _MAX_SOCKET_PATH_BYTES = 103
 
 #: Settings of `up` that name something else in the services, or that the plan decides.
-_WORKER_OWN = {"host", "port", "log_format", "num_threads"}
+_WORKER_OWN = {"host", "port", "log_format", "cpus", "threads"}
 _ROUTER_OWN = {"prefill", "decode", "log_format"}
 
 
@@ -33,6 +35,8 @@ class ClusterPlan:
     directory: Path
     modules: Modules = Modules()
     text_logs: bool = False
+    #: By default what --cpus and this machine allow.
+    machine: Cores | None = None
 
     def ready_file(self, name: str) -> Path:
         """Where the process of that name says that it serves."""
@@ -40,9 +44,7 @@ class ClusterPlan:
 
     def prefill_workers(self) -> list[ProcessSpec]:
         """None in aggregated mode, where each decode worker prefills for itself."""
-        if self.settings.mode == "aggregated":
-            return []
-        prefill = range(self.settings.prefill)
+        prefill = range(self._num_prefill)
         return [self._worker(PrefillSettings, f"prefill-{i}", self.modules.prefill, []) for i in prefill]
 
     def decode_workers(self) -> list[ProcessSpec]:
@@ -67,15 +69,40 @@ class ClusterPlan:
         ]
         return ProcessSpec("router", self.modules.router, tuple(flags))
 
+    def cores(self) -> CorePlan:
+        """How the cores are split, in the order of `worker_names`.
+
+        Raises:
+            ConfigError: --cpus or --threads ask for what this process may not use.
+        """
+        machine = self.machine or usable_cores(self.settings.cpus)
+        prefill = [self.settings.prefill_threads] * self._num_prefill
+        return plan_cores(machine, [*prefill, *[self.settings.decode_threads] * self.settings.decode])
+
     @property
-    def num_workers(self) -> int:
-        return self.settings.decode + (0 if self.settings.mode == "aggregated" else self.settings.prefill)
+    def worker_names(self) -> list[str]:
+        """Prefill workers, then decode workers."""
+        return [f"prefill-{i}" for i in range(self._num_prefill)] + [f"decode-{i}" for i in range(self.settings.decode)]
+
+    @property
+    def has_text_logs(self) -> bool:
+        """What is written is for a person. Children write into a pipe, so "auto" is decided here."""
+        return self.text_logs if self.settings.log_format == "auto" else self.settings.log_format == "text"
+
+    @property
+    def _num_prefill(self) -> int:
+        return 0 if self.settings.mode == "aggregated" else self.settings.prefill
+
+    def _share(self, name: str) -> Share:
+        return self.cores().shares[self.worker_names.index(name)]
 
     def _worker(self, cls: type[WorkerSettings], name: str, module: str, extra: list[str]) -> ProcessSpec:
+        share = self._share(name)
         flags = [
             *shared_flags(self.settings, cls, _WORKER_OWN),
             self._log_format(),
-            f"--num-threads={self.settings.num_threads or max(1, num_cores() // self.num_workers)}",
+            f"--threads={share.threads}",
+            *([f"--cpus={format_cpus(share.cpus)}"] if share.cpus else []),
             f"--worker-id={name}",
             f"--ready-file={self.ready_file(name)}",
             "--port=0",
@@ -83,9 +110,7 @@ class ClusterPlan:
         return ProcessSpec(name, module, (*flags, *extra))
 
     def _log_format(self) -> str:
-        """Children write into a pipe, so "auto" is decided here."""
-        chosen = self.settings.log_format
-        return f"--log-format={('text' if self.text_logs else 'json') if chosen == 'auto' else chosen}"
+        return f"--log-format={'text' if self.has_text_logs else 'json'}"
 
 
 def shared_flags(settings: UpSettings, cls: type[LogSettings], own: set[str]) -> list[str]:

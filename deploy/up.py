@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import TextIO
 
 from common.config import UpSettings
+from common.cores import pin
+from common.cpu_list import format_cpus, parse_cpus
 from common.errors import STARTUP_EXIT_CODE, ConfigError, StartupError, WorkerLostError
 from common.process import host_port
 from common.settings_loader import load_settings
+from deploy.core_plan import CorePlan
 from deploy.extras import needs_worker_extra
 from deploy.plan import ClusterPlan
 from deploy.processes import Child, ProcessGroup, ProcessSpec, StopRequests, race
@@ -141,10 +144,38 @@ async def launch(settings: UpSettings) -> int:
     """Runs the cluster that `settings` describe, in a private directory, until a signal comes."""
     with tempfile.TemporaryDirectory(prefix="moerelay-") as directory:
         plan = ClusterPlan(settings, Path(directory), text_logs=sys.stderr.isatty())
+        take_cores(plan)
         stop = StopRequests()
         stop.listen()
         async with ProcessGroup() as group:
             return await LocalCluster(plan, group, sys.stdout).run(stop)
+
+
+def take_cores(plan: ClusterPlan) -> None:
+    """Keeps this process and all its children on --cpus, and says on stderr which worker gets what of them.
+
+    The router is one of them, and is not pinned: it goes wherever an engine pauses. Workers log their cores themselves;
+    the table is for people.
+
+    Raises:
+        ConfigError: --cpus or --threads ask for what this process may not use.
+    """
+    cores = plan.cores()
+    if plan.settings.cpus is not None:
+        pin(parse_cpus(plan.settings.cpus))
+    if plan.has_text_logs:
+        print(core_table(plan.worker_names, cores), file=sys.stderr, flush=True)
+    for warning in cores.warnings:
+        print(f"moerelay: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def core_table(names: Sequence[str], cores: CorePlan) -> str:
+    """One line per worker."""
+    rows = [("worker", "threads", "cpus")]
+    for name, share in zip(names, cores.shares, strict=True):
+        rows.append((name, str(share.threads), format_cpus(share.cpus) or "any"))
+    width = max(len(name) for name, *_ in rows)
+    return "\n".join(f"  {name:<{width}}  {threads:>7}  {cpus}" for name, threads, cpus in rows)
 
 
 def with_local_model(settings: UpSettings, resolve: Callable[[str], Path]) -> UpSettings:

@@ -268,6 +268,8 @@ class WorkerView(ResponseModel):
     instance_id: str | None
     numerics: str | None
     fingerprint: str | None
+    cpus: str | None
+    threads: int | None
     max_num_batched_tokens: int | None
     max_num_seqs: int | None
     step_times: StepTimesView | None

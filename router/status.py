@@ -120,6 +120,8 @@ def _view(worker: Worker, status: worker_pb2.WorkerStatus) -> WorkerView:
         instance_id=status.instance_id,
         numerics=status.model.numerics,
         fingerprint=status.model.fingerprint,
+        cpus=status.cpus,
+        threads=status.threads,
         max_num_batched_tokens=status.max_num_batched_tokens,
         max_num_seqs=status.max_num_seqs,
         step_times=_step_times(status.step_times),

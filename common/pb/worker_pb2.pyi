@@ -103,6 +103,8 @@ class WorkerStatus(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
     STAGED_VERSION_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
     STEP_TIMES_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
@@ -127,6 +129,9 @@ class WorkerStatus(_message.Message):
     """Level of the Sleep call in force; 0: awake."""
     staged_version: _builtins.str
     """Label of the weights that StageWeights has loaded and CommitWeights has not put to use; empty: none."""
+    cpus: _builtins.str
+    """Cpus that the worker may run on, "0-3,8", and threads that its engine computes with."""
+    threads: _builtins.int
     max_num_batched_tokens: _builtins.int
     """Tokens per step, and sequences per batch, at most."""
     max_num_seqs: _builtins.int
@@ -155,13 +160,15 @@ class WorkerStatus(_message.Message):
         pause: Global___PauseState.ValueType = ...,
         sleep_level: _builtins.int = ...,
         staged_version: _builtins.str = ...,
+        cpus: _builtins.str = ...,
+        threads: _builtins.int = ...,
         step_times: Global___StepTimes | None = ...,
         max_num_batched_tokens: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model", "step_times", b"step_times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "exact", b"exact", "handoff_endpoint", b"handoff_endpoint", "instance_id", b"instance_id", "load", b"load", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pause", b"pause", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "sleep_level", b"sleep_level", "staged_version", b"staged_version", "step_times", b"step_times", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cpus", b"cpus", "draining", b"draining", "exact", b"exact", "handoff_endpoint", b"handoff_endpoint", "instance_id", b"instance_id", "load", b"load", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "pause", b"pause", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "sleep_level", b"sleep_level", "staged_version", b"staged_version", "step_times", b"step_times", "threads", b"threads", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

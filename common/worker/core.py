@@ -21,9 +21,9 @@ from common.model.loader import LoadedModel, load_model
 from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
 from common.model.runner import ModelRunner, kv_layout
 from common.pb import types_pb2
-from common.process import num_cores
 from common.worker.bridge import EngineBridge
 from common.worker.checkpoints import CheckpointLoader
+from common.worker.machine import WorkerCores, worker_cores
 from common.worker.weights import Weights
 
 #: KV cache of a worker that was told nothing: enough for tens of thousands of tokens of a small model.
@@ -35,6 +35,7 @@ class WorkerCore:
     """Everything behind the RPC services of one worker."""
 
     weights: Weights
+    cores: WorkerCores
     exact: bool
     store: KVStore
     engine: Engine
@@ -59,7 +60,8 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
     Raises:
         StartupError: a setting does not fit the checkpoint, or the checkpoint is broken.
     """
-    torch.set_num_threads(settings.num_threads or num_cores())
+    cores = worker_cores(settings)
+    torch.set_num_threads(cores.threads)
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, config)
     layout = kv_layout(config, settings.block_size, dtype)
@@ -92,7 +94,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
     loader = CheckpointLoader(config, dtype, device, max_model_len)
     weights = Weights(description, path, loader.load, partial(_use, runner, engine))
     engine.label_tokens(settings.weight_version)
-    return WorkerCore(weights, is_exact(device), store, engine, bridge, _grammars(path, config))
+    return WorkerCore(weights, cores, is_exact(device), store, engine, bridge, _grammars(path, config))
 
 
 def _grammars(path: Path, config: ModelConfig) -> GrammarCompiler:

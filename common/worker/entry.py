@@ -13,6 +13,7 @@ from common.model.config import ModelConfig
 from common.model.families import parse_config
 from common.model.hub import resolve_model
 from common.settings_loader import load_settings
+from common.worker.machine import bound_memory, take_cores
 
 SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
 
@@ -25,6 +26,8 @@ def run_worker(cls: type[SettingsT], prog: str, argv: Sequence[str], load_serve:
     try:
         settings = load_settings(cls, argv, prog=prog)
         configure_logging(settings, process=settings.worker_id or prog)
+        take_cores(settings)
+        bound_memory()
         path = resolve_model(settings.model)
         config = parse_config(path)
         asyncio.run(load_serve()(settings, path, config))

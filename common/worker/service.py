@@ -96,6 +96,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             pause=_STATES[self._control.state],
             sleep_level=self._control.sleep_level,
             staged_version=self._core.weights.staged_version,
+            cpus=self._core.cores.cpus,
+            threads=self._core.cores.threads,
             step_times=_step_times(self._core.engine.step_fit),
             max_num_batched_tokens=self._core.engine.limits.max_num_batched_tokens,
             max_num_seqs=self._core.engine.limits.max_num_seqs,

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 
+from common.cores import num_cores
 from common.engine.grammar import GrammarCompiler, GrammarMatcher
 from common.engine.solo import SoloResult, SoloRunner
 from common.errors import ConfigError, InvalidRequestError
@@ -15,7 +16,6 @@ from common.model.config import ModelConfig
 from common.model.loader import load_model
 from common.model.numerics import numerics_fingerprint
 from common.model.runner import ModelRunner, kv_layout
-from common.process import num_cores
 from deploy.client import Json
 from deploy.verify.case import Case
 from deploy.verify.grammars import ALPHABET, GRAMMARS

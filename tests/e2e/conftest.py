@@ -24,7 +24,7 @@ TINY = {
 #: Freed blocks hold NaN, so that stale data can never pass by luck; chunks of 16, so that prompts take several.
 FLAGS = (
     *("--dtype", "float32", "--num-kv-blocks", "160", "--max-num-batched-tokens", "16"),
-    *("--debug-poison-kv", "--num-threads", "1"),
+    *("--debug-poison-kv", "--threads", "1"),
 )
 
 

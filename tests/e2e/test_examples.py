@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    flags = ("--dtype", "float32", "--num-kv-blocks", "400", "--num-threads", "1", "--admin-port", "0")
+    flags = ("--dtype", "float32", "--num-kv-blocks", "400", "--threads", "1", "--admin-port", "0")
     with running_cluster(checkpoint, tmp_path_factory.mktemp("examples"), *flags) as cluster:
         yield cluster
 

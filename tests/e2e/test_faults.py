@@ -23,7 +23,7 @@ from tests.e2e.test_routing_rows import prompt_of
 
 pytestmark = pytest.mark.cluster
 
-MODEL_FLAGS = ("--dtype", "float32", "--num-kv-blocks", "160", "--max-num-batched-tokens", "16", "--num-threads", "1")
+MODEL_FLAGS = ("--dtype", "float32", "--num-kv-blocks", "160", "--max-num-batched-tokens", "16", "--threads", "1")
 EXIT_S = 5.0
 
 

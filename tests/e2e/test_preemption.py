@@ -53,7 +53,7 @@ def cluster(setup: Setup, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
     mode, kind = setup
     flags = (
         *(*MODES[mode], "--dtype", "float32", "--num-kv-blocks", str(NUM_BLOCKS), "--max-num-batched-tokens", "16"),
-        *("--swap-space", SWAP[kind], "--debug-poison-kv", "--num-threads", "1", "--log-level", "debug"),
+        *("--swap-space", SWAP[kind], "--debug-poison-kv", "--threads", "1", "--log-level", "debug"),
     )
     with running_cluster(tiny_model, tmp_path_factory.mktemp("preemption"), *flags) as running:
         yield running

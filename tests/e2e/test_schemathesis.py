@@ -22,7 +22,7 @@ CHECKS = "not_a_server_error,response_schema_conformance,status_code_conformance
 
 #: Contexts and batches that end soon: what is generated here is requests, not text.
 FLAGS = (
-    *("--dtype", "float32", "--num-kv-blocks", "160", "--num-threads", "1", "--max-model-len", "32"),
+    *("--dtype", "float32", "--num-kv-blocks", "160", "--threads", "1", "--max-model-len", "32"),
     *("--max-n", "2", "--max-prompts", "2", "--admin-port", "0", "--debug-poison-kv"),
 )
 

@@ -60,7 +60,7 @@ async def test_no_difference_while_blocks_run_out(
     flags = (
         *("--mode", mode, "--dtype", dtype, "--max-num-batched-tokens", str(chunk), "--max-model-len", str(CONTEXT)),
         *("--block-size", str(BLOCK_SIZE), "--num-kv-blocks", str(NUM_BLOCKS), "--swap-space", SWAP_SPACE),
-        *("--num-threads", "1", "--debug-poison-kv"),
+        *("--threads", "1", "--debug-poison-kv"),
     )
     with running_cluster(model_of(family), tmp_path, *flags) as cluster:
         *_, pressure, summary = verify(cluster, model_of(family))

@@ -29,7 +29,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    flags = ("--dtype", "float32", "--num-kv-blocks", "64", "--num-threads", "1", "--debug-poison-kv")
+    flags = ("--dtype", "float32", "--num-kv-blocks", "64", "--threads", "1", "--debug-poison-kv")
     with running_cluster(mixtral, tmp_path_factory.mktemp("mixtral"), *flags) as running:
         yield running
 

@@ -158,6 +158,8 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
             pause=self.pause_state,
             sleep_level=self.sleep_level,
             staged_version=self.staged_version,
+            cpus="0-3,8",
+            threads=5,
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortReply:

@@ -24,6 +24,7 @@ from common.pb import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from common.worker.bridge import EngineBridge
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
+from common.worker.machine import WorkerCores
 from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine
 from common.worker.server import WorkerServer
 from decode_worker.intake import Intake
@@ -168,7 +169,7 @@ def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
     )
     bridge.attach(engine)
     weights = kit.weights(runner, engine, routing=plan.routing)
-    return WorkerCore(weights, True, store, engine, bridge, kit.grammars()), runner
+    return WorkerCore(weights, WorkerCores("0", 1), True, store, engine, bridge, kit.grammars()), runner
 
 
 @asynccontextmanager

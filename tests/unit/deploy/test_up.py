@@ -139,7 +139,7 @@ async def test_settings_reach_the_services_as_flags(
     settings = {
         "kv_cache_memory": "2MiB",
         "enable_return_routed_experts": False,
-        "num_threads": 3,
+        "threads": 1,
         "dtype": "bfloat16",
         "local_prefill_max_tokens": 32,
         "swap_space": "1MiB",
@@ -149,7 +149,7 @@ async def test_settings_reach_the_services_as_flags(
         await cluster.ready()
         decode, router = cluster.settings_of("decode-0"), cluster.settings_of("router")
     assert decode["kv_cache_memory"] == 2 * 2**20
-    assert (decode["num_threads"], decode["dtype"], decode["role"]) == (3, "bfloat16", "decode")
+    assert (decode["threads"], decode["dtype"], decode["role"]) == (1, "bfloat16", "decode")
     assert decode["enable_return_routed_experts"] is router["enable_return_routed_experts"] is False
     assert decode["handoff_endpoint"].startswith("ipc://")
     assert (decode["local_prefill_max_tokens"], router["allow_aggregated_fallback"]) == (32, True)

@@ -1,0 +1,69 @@
+"""What a worker asks of its machine before torch is imported: cpus, threads, and memory that does not pile up."""
+
+import ctypes
+import os
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+import structlog
+
+from common.config import WorkerSettings
+from common.cores import pin, usable_cores
+from common.cpu_list import format_cpus, parse_cpus
+from common.errors import ConfigError
+
+log = structlog.get_logger()
+
+#: oneDNN compiles a kernel for every shape it meets and keeps the last 1024, torch's bridge to it as many per kind of
+#: operation; at half a MiB each that grew to 600 MiB of a worker whose weights have 1 MiB. A prefill chunk meets about
+#: a hundred shapes (rows per expert), and compiling one takes half a millisecond.
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+
+#: Parameter of glibc's mallopt(3), and how many heaps it may open. By default that is eight per core, each of which
+#: keeps what its threads once freed; but one thread computes here, and the others mostly hold the interpreter's lock.
+_M_ARENA_MAX, _NUM_ARENAS = -8, 2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCores:
+    """Where this process computes."""
+
+    #: Cpus that it may run on, "0-3,8".
+    cpus: str
+    #: Threads of the engine.
+    threads: int
+
+
+def worker_cores(settings: WorkerSettings) -> WorkerCores:
+    """What `settings` ask for, and otherwise every core that this process may use.
+
+    Raises:
+        ConfigError: --cpus names one that this process may not use, or --threads more than there are cpus.
+    """
+    cores = usable_cores(settings.cpus)
+    threads = settings.threads or cores.num_threads
+    if threads > len(cores.cpus):
+        raise ConfigError(
+            f"--threads {threads}: this worker has only {len(cores.cpus)} cpus ({format_cpus(cores.cpus)})"
+        )
+    return WorkerCores(format_cpus(cores.cpus), threads)
+
+
+def take_cores(settings: WorkerSettings) -> None:
+    """Keeps the calling thread and all later ones on the cpus of --cpus, if given, and logs what is used."""
+    cores = worker_cores(settings)
+    if settings.cpus is not None:
+        pin(parse_cpus(settings.cpus))
+    log.info("worker_cores", cpus=cores.cpus, threads=cores.threads, pinned=settings.cpus is not None)
+
+
+def bound_memory(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Bounds caches and heaps that would grow for hours. What the user has set in the environment stays.
+
+    Takes effect only before torch is imported, which reads these variables once.
+    """
+    for name, value in _KERNEL_CACHES.items():
+        environ.setdefault(name, value)
+    if sys.platform == "linux" and "MALLOC_ARENA_MAX" not in environ and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, _NUM_ARENAS)
