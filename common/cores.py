@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +71,14 @@ def num_cores() -> int:
 
 
 def pin(cpus: Iterable[int]) -> None:
-    """Keeps the calling thread, and every thread that it starts from now on, on these cpus. Linux only."""
-    if sys.platform == "linux":
-        os.sched_setaffinity(0, cpus)
+    """Keeps every thread of this process, and those that they start from now on, on these cpus. Linux only."""
+    if sys.platform != "linux":
+        return
+    wanted = set(cpus)
+    # Linux pins single threads, and libraries start some while they are imported.
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # ended in this moment
+            os.sched_setaffinity(int(thread), wanted)
 
 
 def _affinity() -> set[int]:

@@ -147,3 +147,29 @@ def test_up_knows_every_setting_of_what_it_starts() -> None:
 def test_a_worker_address_is_not_a_url() -> None:
     with pytest.raises(ConfigError, match="without http://"):
         load_settings(RouterSettings, ["--prefill", "http://127.0.0.1:7001"], prog="p", environ={})
+
+
+@pytest.mark.parametrize(("threads", "counts"), [("4", (4, 4)), ("6:2", (6, 2)), (3, (3, 3)), (None, (None, None))])
+def test_threads_are_for_all_workers_or_for_each_role(
+    threads: str | int | None, counts: tuple[int | None, int | None]
+) -> None:
+    settings = UpSettings.model_validate({"model": "m", "threads": threads})
+    assert (settings.prefill_threads, settings.decode_threads) == counts
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "6:", ":2", "1:2:3", "many", "2:0", 0])
+def test_what_is_no_number_of_threads_is_refused(threads: str | int) -> None:
+    with pytest.raises(ConfigError, match=r"--threads: .* is neither a number of threads nor two, PREFILL:DECODE"):
+        load_settings(UpSettings, ["--model", "m", "--threads", str(threads)], prog="up", environ={})
+
+
+def test_threads_of_prefill_workers_need_some() -> None:
+    with pytest.raises(ConfigError, match="--threads 6:2: there are no prefill workers with --mode aggregated"):
+        load_settings(UpSettings, ["--model", "m", "--mode", "aggregated", "--threads", "6:2"], prog="up", environ={})
+
+
+def test_cpus_are_normalised_and_wrong_ones_refused() -> None:
+    settings = load_settings(UpSettings, ["--model", "m", "--cpus", "8,0-1,2"], prog="up", environ={})
+    assert settings.cpus == "0-2,8"
+    with pytest.raises(ConfigError, match="--cpus: '0-3-5' is not a list of cpus"):
+        load_settings(UpSettings, ["--model", "m", "--cpus", "0-3-5"], prog="up", environ={})
