@@ -9,13 +9,16 @@ from operator import mul
 
 from common.engine.step_times import StepTimes, StepWork, features
 
-#: Weight that a step keeps with each later one of its kind: the last 200 or so decide.
-MEMORY = 0.995
+#: Weight that a step keeps with each later one of its kind: the last 100 or so decide.
+MEMORY = 0.99
 
 #: Of each kind, before what is learned from them counts: a process's first steps are slow for reasons of their own.
 NUM_TRIAL_STEPS = 8
 
 _NUM_FEATURES = 6
+
+#: Smaller sums of squares are all but forgotten; dividing by them would say nothing.
+_FORGOTTEN = 1e-30
 
 Matrix = list[list[float]]
 
@@ -37,7 +40,7 @@ class _Equations:
         vector, matrix = self.vector, self.matrix
         for at, factor in enumerate(row):
             vector[at] = MEMORY * vector[at] + factor
-            if factor:
+            if factor or matrix[at][at] > _FORGOTTEN:
                 matrix[at] = [MEMORY * old + factor * new for old, new in zip(matrix[at], row)]  # noqa: B905 - dear
 
 
@@ -103,7 +106,7 @@ class StepTimeFit:
         for at in range(_NUM_FEATURES):
             of_decodes, of_prompts = decodes.matrix[at], prompts.matrix[at]
             curvature = of_decodes[at] + of_prompts[at]
-            if curvature:
+            if curvature > _FORGOTTEN:
                 slope = sum(map(mul, of_decodes, solution)) + sum(map(mul, of_prompts, solution))
                 slope -= decodes.vector[at] + prompts.vector[at]
                 solution[at] = max(0.0, solution[at] - slope / curvature)

@@ -1,6 +1,7 @@
 """What the engine tests share: an engine core driven step by step, and one request's side of the story."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from common.engine.admission import Admission
 from common.engine.core import EngineCore
 from common.engine.limits import EngineLimits
+from common.engine.objectives import Objectives
 from common.engine.request import (
     BlocksLeased,
     EngineEvent,
@@ -40,9 +42,17 @@ def limits(
     max_model_len: int = 128,
     swap_space_bytes: int = 2**20,
     exact: bool = True,
+    objectives: Objectives | None = None,
 ) -> EngineLimits:
     return EngineLimits(
-        max_num_batched_tokens, max_num_seqs, max_waiting, max_model_len, VOCAB_SIZE, swap_space_bytes, exact
+        max_num_batched_tokens,
+        max_num_seqs,
+        max_waiting,
+        max_model_len,
+        VOCAB_SIZE,
+        swap_space_bytes,
+        exact,
+        objectives or Objectives(),
     )
 
 
@@ -213,14 +223,15 @@ class CoreRig:
         eos_token_ids: frozenset[int],
         *,
         prefix_caching: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
         self.pool = BlockPool(store.num_blocks)
         self.admission = Admission(
-            bounds, num_usable_blocks=self.pool.num_usable_blocks, block_size=store.layout.block_size
+            bounds, num_usable_blocks=self.pool.num_usable_blocks, block_size=store.layout.block_size, clock=clock
         )
         self.core = EngineCore(
-            runner, store, self.pool, bounds, eos_token_ids, self.admission, prefix_caching=prefix_caching
+            runner, store, self.pool, bounds, eos_token_ids, self.admission, prefix_caching=prefix_caching, clock=clock
         )
         self.transcripts: dict[RequestId, Transcript] = {}
         self.silenced: set[RequestId] = set()
@@ -262,6 +273,43 @@ class CoreRig:
         assert self.admission.close() == []
 
 
+class FakeClock:
+    """Stands still unless somebody moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowRunner(FakeRunner):
+    """Takes `cost` of each batch, by a fake clock. Remembers what it took."""
+
+    def __init__(self, store: KVStore, clock: FakeClock, cost: Callable[[Sequence[Chunk]], float]) -> None:
+        super().__init__(store)
+        self.cost = cost
+        self.seconds: list[float] = []
+        self._clock = clock
+
+    def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
+        self.seconds.append(self.cost(chunks))
+        self._clock.now += self.seconds[-1]
+        return super().execute(chunks)
+
+
+class SlowRig(CoreRig):
+    """An engine core whose steps take time, by a clock of its own."""
+
+    def __init__(
+        self, cost: Callable[[Sequence[Chunk]], float], *, num_blocks: int = 256, bounds: EngineLimits | None = None
+    ) -> None:
+        store = fake_store(num_blocks + 1)
+        self.clock = FakeClock()
+        self.runner = SlowRunner(store, self.clock, cost)
+        super().__init__(self.runner, store, bounds or limits(), EOS, clock=self.clock)
+
+
 class FakeRig(CoreRig):
     """An engine core on FakeRunner, with `num_blocks` usable blocks."""
 
@@ -273,10 +321,11 @@ class FakeRig(CoreRig):
         block_size: int = 4,
         prefix_caching: bool = True,
         weights: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         store = fake_store(num_blocks + 1, block_size)
         self.runner = FakeRunner(store, weights)
-        super().__init__(self.runner, store, bounds or limits(), EOS, prefix_caching=prefix_caching)
+        super().__init__(self.runner, store, bounds or limits(), EOS, prefix_caching=prefix_caching, clock=clock)
 
 
 def copy_slots(source: KVStore, there: Transcript, target: KVStore, here: Transcript) -> None:

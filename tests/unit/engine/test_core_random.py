@@ -3,10 +3,14 @@
 Pools are small, so that sequences are preempted all the time, and keep their KV or not.
 """
 
+from itertools import accumulate, count
+from random import Random
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from common.engine.objectives import Objectives
 from common.engine.request import EngineRequest, RequestId, Work
 from common.engine.solo import SoloResult
 from common.errors import InvalidRequestError
@@ -44,14 +48,33 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(4, 16),
-        budget=st.integers(1, 12),
+        budget=st.one_of(st.integers(1, 12), st.just(40)),
         seats=st.integers(1, 6),
         swap_space_bytes=st.sampled_from([0, 600, 2**20]),  # a position takes 20
         prefix_caching=st.booleans(),
+        itl_s=st.sampled_from([None, 1e-9, 0.5]),
+        seed=st.integers(0, 9),
     )
-    def build(self, num_blocks: int, budget: int, seats: int, swap_space_bytes: int, prefix_caching: bool) -> None:
-        bounds = limits(max_num_batched_tokens=budget, max_num_seqs=seats, swap_space_bytes=swap_space_bytes)
-        self.rig = FakeRig(num_blocks=num_blocks, bounds=bounds, prefix_caching=prefix_caching)
+    def build(
+        self,
+        num_blocks: int,
+        budget: int,
+        seats: int,
+        swap_space_bytes: int,
+        prefix_caching: bool,
+        itl_s: float | None,
+        seed: int,
+    ) -> None:
+        """With an objective that cannot be kept, or often is not: time goes on by anything between two looks."""
+        bounds = limits(
+            max_num_batched_tokens=budget,
+            max_num_seqs=seats,
+            swap_space_bytes=swap_space_bytes,
+            objectives=Objectives(itl_s=itl_s),
+        )
+        draw = Random(seed)
+        clock = accumulate(draw.choice([1e-6, 0.01, 0.3, 2.0]) for _ in count())
+        self.rig = FakeRig(num_blocks=num_blocks, bounds=bounds, prefix_caching=prefix_caching, clock=clock.__next__)
         self.cancelled: set[RequestId] = set()
         self.budget = budget
         self.count = 0
