@@ -87,7 +87,9 @@ def token_to_pb(token: SampledToken) -> pb.SampledToken:
 
 
 def token_from_pb(message: pb.SampledToken) -> SampledToken:
-    own = _logprob_from_pb(message.logprob) if message.HasField("logprob") else None
+    if not message.HasField("logprob"):  # most tokens of most streams
+        return SampledToken(message.token_id, None, (), message.mask or None, message.weight_version)
+    own = _logprob_from_pb(message.logprob)
     top = tuple(_logprob_from_pb(t) for t in message.top)
     # The sampled id itself always survives, so that an empty mask means: not asked for.
     return SampledToken(message.token_id, own, top, message.mask or None, message.weight_version)

@@ -9,9 +9,7 @@ from common.id_mask import unpack_ids
 from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken, TokenLogprob
 from router.choice import VersionSpans
-from router.job import ChoiceState, Job, Outcome, RowsMode
-from router.request_schemas import GenerateRequest, StreamOptions
-from router.response_schemas import (
+from router.forms import (
     ChoiceLogprobs,
     GenerateResponse,
     GenerateResponseChoice,
@@ -20,14 +18,18 @@ from router.response_schemas import (
     Logprob,
     PromptLogprob,
     PromptLogprobEntry,
-    ResponseModel,
     RoutedExperts,
     TokenLogprobs,
     WeightVersion,
+    to_json,
 )
+from router.job import ChoiceState, Job, Outcome, RowsMode
+from router.request_schemas import GenerateRequest, StreamOptions
 from router.rows_format import RowsForm, format_rows
 from router.stitch import Piece, token_bytes
 from router.text.tokenizer import Tokenizer
+
+_NO_OPTIONS = StreamOptions()
 
 #: JSON has no -Infinity; this is what vLLM's clients expect in its place.
 NOT_FINITE = -9999.0
@@ -43,7 +45,7 @@ class GenerateDialect:
 
     @property
     def _options(self) -> StreamOptions:
-        return self.body.stream_options or StreamOptions()
+        return self.body.stream_options or _NO_OPTIONS
 
     @property
     def rows_mode(self) -> RowsMode:
@@ -117,10 +119,6 @@ class GenerateDialect:
 
     def token_bytes(self, token: SampledToken, text: str) -> int:
         return token_bytes(token, "")
-
-
-def to_json(answer: ResponseModel) -> bytes:
-    return answer.model_dump_json(by_alias=True).encode()
 
 
 def rows_of(piece: Piece, form: RowsForm) -> str | RoutedExperts | None:

@@ -1,13 +1,18 @@
 """One choice on its way to the client: counted against the row rule, read as text, cut at a stop string. Sans-I/O."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 
-from common.sampling import Finish, FinishReason
+from common.sampling import Finish, FinishReason, SampledToken
 from router.chunk import Chunk
 from router.plan import Plan
 from router.text.detokenizer import Detokenizer
 from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
+
+_weight_version = attrgetter("weight_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +31,14 @@ class VersionSpans:
 
     spans: list[tuple[str, int]] = field(default_factory=list)
 
-    def add(self, version: str) -> None:
-        """One more token."""
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = (version, self.spans[-1][1] + 1)
-        else:
-            self.spans.append((version, 1))
+    def add(self, tokens: Sequence[SampledToken]) -> None:
+        """The next tokens."""
+        for version, same in groupby(tokens, _weight_version):
+            num_tokens = sum(1 for _ in same)
+            if self.spans and self.spans[-1][0] == version:
+                self.spans[-1] = (version, self.spans[-1][1] + num_tokens)
+            else:
+                self.spans.append((version, num_tokens))
 
 
 class ChoiceReader:
@@ -57,8 +64,7 @@ class ChoiceReader:
         if stop is not None:
             chunk = chunk.cut(len(texts), Finish(FinishReason.STOP, stop_string=stop))
         self.ended = chunk.finish is not None
-        for token in chunk.tokens:
-            self.versions.add(token.weight_version)
+        self.versions.add(chunk.tokens)
         return ReadChunk(chunk, texts, self._tail() if self.ended and stop is None else "")
 
     def _tail(self) -> str:

@@ -1,11 +1,14 @@
 """Writing to a client, and not for ever to one that has stopped reading."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from aiohttp import web
 from structlog import get_logger
+
+#: What is written in one piece; also what aiohttp lets pile up before it waits for the client.
+MAX_WRITE_BYTES = 64 * 1024
 
 log = get_logger()
 
@@ -21,12 +24,47 @@ class ClientWriter:
         self._response = response
         self._stall_limit_s = stall_limit_s
 
-    async def write(self, data: bytes) -> None:
-        """Returns when the client has room for more. All of `data` is on its way or none, also if cancelled."""
+    async def write(self, *parts: bytes) -> None:
+        """Returns when the client has room for more. All of the parts are on their way or none, also if cancelled."""
         if not self._response.prepared:
             await self._response.prepare(self._request)
-        with self._watched():
-            await self._response.write(data)
+        num_bytes = sum(map(len, parts))
+        if num_bytes > MAX_WRITE_BYTES:
+            with self._watched():
+                await self._write_in_slices(parts)
+        elif self._has_room(num_bytes):
+            await self._response.write(b"".join(parts))
+        else:
+            with self._watched():
+                await self._response.write(b"".join(parts))
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes can be written without waiting for the client, so that nobody needs to watch it."""
+        transport = self._request.transport
+        if transport is None:
+            return False
+        low_water, _ = transport.get_write_buffer_limits()
+        return transport.get_write_buffer_size() + num_bytes <= low_water
+
+    async def _write_in_slices(self, parts: Sequence[bytes]) -> None:
+        """What is large goes as the client takes it: to copy it into the transport's buffer would stop everybody else.
+
+        Cancelled, it first writes the rest, because half of an event would make garbage of what comes after it.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        for part in parts:
+            view = memoryview(part)
+            for first in range(0, len(view), MAX_WRITE_BYTES):
+                try:
+                    await self._response.write(view[first : first + MAX_WRITE_BYTES])
+                except asyncio.CancelledError as error:  # the slice itself is in the buffer
+                    cancelled = error
+                except ConnectionError:
+                    if cancelled is None:
+                        raise
+                    raise cancelled from None
+        if cancelled is not None:
+            raise cancelled
 
     async def close(self) -> web.StreamResponse:
         """The body is complete."""

@@ -8,9 +8,9 @@ from common.prompt_logprobs import PromptLogprobs, from_bytes
 from common.sampling import Finish, FinishReason, SampledToken
 from router.choice import VersionSpans
 from router.chunk import Chunk
+from router.forms import PromptTokensDetails, Usage
 from router.metrics import RequestClock
 from router.plan import ModelLimits, Plan
-from router.response_schemas import PromptTokensDetails, Usage
 from router.stitch import Piece
 from router.text.tokenizer import Tokenizer
 
@@ -39,7 +39,6 @@ class TokenCount:
             total_tokens=self.prompt + self.completion,
             completion_tokens=self.completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached.values())),
-            completion_tokens_details=None,
         )
 
 

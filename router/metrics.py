@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 
 from common.errors import InternalError, MoerelayError
 from common.pb import prefill_pb2
 from router.errors import status_of
 from router.fleet import Fleet
+from router.latency import LatencyHistogram
 from router.worker_state import State
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -100,7 +101,7 @@ class RouterMetrics:
 class RequestClock:
     """Times the tokens of one request; choices are told apart by their index."""
 
-    def __init__(self, ttft: Histogram, itl: Histogram) -> None:
+    def __init__(self, ttft: LatencyHistogram, itl: LatencyHistogram) -> None:
         self._ttft = ttft
         self._itl = itl
         self._last_at: dict[int, float] = {}
@@ -122,11 +123,12 @@ class RequestClock:
         if last is None:
             self._ttft.observe(now - self.started_at)
         else:
-            for _ in range(num_tokens):
-                self._itl.observe((now - last) / num_tokens)
+            self._itl.observe((now - last) / num_tokens, num_tokens)
         self._last_at[choice] = now
         self.num_tokens += num_tokens
 
 
-def _histogram(name: str, documentation: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
-    return Histogram(f"moerelay_{name}_seconds", documentation, buckets=buckets, registry=registry)
+def _histogram(
+    name: str, documentation: str, buckets: tuple[float, ...], registry: CollectorRegistry
+) -> LatencyHistogram:
+    return LatencyHistogram(f"moerelay_{name}_seconds", documentation, buckets, registry)

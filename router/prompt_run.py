@@ -130,8 +130,11 @@ class PromptRun:
     async def _next_event(self, call: GenerateCall) -> decode_pb2.GenerateEvent:
         worker = self._pair.decode
         try:
-            with worker.call():
+            try:
                 event = await call.read()
+            except BaseException:
+                with worker.call():  # entered for a failure only: this runs once per event of every stream
+                    raise
         except HandoffError:
             if self._prefill and not self._broken:
                 # An error of prefill's that is not about the handoff is the cause, and ends the group by itself.

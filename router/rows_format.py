@@ -7,7 +7,7 @@ import pybase64
 
 from common.routing.codec import numpy2base64
 from common.routing.record import RoutingArray
-from router.response_schemas import RoutedExperts
+from router.forms import RoutedExperts
 
 RowsForm = Literal["npy", "dict", "skyrl"]
 
@@ -29,13 +29,11 @@ def format_rows(rows_TLK: RoutingArray, start: int, form: RowsForm) -> str | Rou
 def payload(rows_TLK: RoutingArray, start: int) -> RoutedExperts:
     """The object form, in the array's own dtype."""
     little_endian = np.ascontiguousarray(rows_TLK, rows_TLK.dtype.newbyteorder("<"))
-    return RoutedExperts.model_validate(
-        {
-            "data": pybase64.b64encode_as_string(little_endian.tobytes()),
-            "shape": list(rows_TLK.shape),
-            "dtype": rows_TLK.dtype.name,
-            "start": start,
-        }
+    return RoutedExperts(
+        data=pybase64.b64encode_as_string(little_endian.tobytes()),
+        shape=list(rows_TLK.shape),
+        dtype=rows_TLK.dtype.name,
+        start=start,
     )
 
 

@@ -23,9 +23,9 @@ _HEADERS = {
 }
 
 
-def encode_event(json: bytes) -> bytes:
-    """One event; `json` has no newline."""
-    return b"data: " + json + b"\n\n"
+def _framed(json: bytes) -> tuple[bytes, bytes, bytes]:
+    """One event, not joined, because it may be large; `json` has no newline."""
+    return b"data: ", json, b"\n\n"
 
 
 class EventStream:
@@ -47,7 +47,7 @@ class EventStream:
         """Returns when the client has room for more. Raises ConnectionResetError if it left."""
         async with self._lock:
             self._started = True
-            await self._client.write(encode_event(json))
+            await self._client.write(*_framed(json))
 
     async def send_made(self, make: MakeEvent) -> None:
         """As `send`, with an event that is made when its turn has come."""
@@ -55,7 +55,7 @@ class EventStream:
             event = await make(not self._started)
             if event is not None:
                 self._started = True
-                await self._client.write(encode_event(event))
+                await self._client.write(*_framed(event))
 
     async def finish(self) -> web.StreamResponse:
         """Closes a complete stream."""

@@ -3,7 +3,7 @@
 Sans-I/O. The rule both sides of the router keep: once a choice has g >= 1 tokens, it has p - start + g - 1 rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,16 +34,19 @@ class Piece:
     rows_start: int = 0
     finish: Finish | None = None
     text: str = ""
+    #: About what the event will take.
+    num_bytes: int = 0
 
     @property
     def rows_TLK(self) -> RoutingArray | None:
         """The array of the event; joined anew each time, because all rows of a choice may take a while."""
-        return None if self.rows is None else np.concatenate(self.rows)
+        if self.rows is None:
+            return None
+        return self.rows[0] if len(self.rows) == 1 else np.concatenate(self.rows)
 
-    @property
-    def num_bytes(self) -> int:
-        """About what the event will take."""
-        return sum(part.nbytes for part in self.rows or ()) + sum(token_bytes(t, "") for t in self.tokens)
+
+def _num_bytes(rows: tuple[RoutingArray, ...] | None, tokens: Sequence[SampledToken]) -> int:
+    return sum(part.nbytes for part in rows or ()) + sum(token_bytes(token, "") for token in tokens)
 
 
 class RowLedger:
@@ -121,7 +124,9 @@ class Whole:
 
     def piece(self) -> Piece:
         """Everything so far."""
-        return Piece(tuple(self.tokens), self.rows(), self._ledger.start, self.finish, "".join(self._texts))
+        rows, text = self.rows(), "".join(self._texts)
+        num_bytes = _num_bytes(rows, self.tokens)
+        return Piece(tuple(self.tokens), rows, self._ledger.start, self.finish, text, num_bytes)
 
 
 class FinalStitcher:
@@ -136,7 +141,8 @@ class FinalStitcher:
         chunk = read.chunk
         if chunk.tokens or chunk.finish:
             rows = self._whole.rows() if chunk.finish else None
-            yield Piece(chunk.tokens, rows, self._start, chunk.finish, "".join((*read.texts, read.tail)))
+            text, num_bytes = "".join((*read.texts, read.tail)), _num_bytes(rows, chunk.tokens)
+            yield Piece(chunk.tokens, rows, self._start, chunk.finish, text, num_bytes)
 
 
 @dataclass(slots=True)
@@ -183,7 +189,7 @@ class DeltaStitcher:
         """The chunk as events, in order; each keeps the rule of the module's docstring."""
         tokens_before, rows_before = self._ledger.num_tokens, self._ledger.num_rows
         rows_TLK = self._ledger.add(read)
-        drafts = list(self._cut(read, tokens_before))
+        drafts = self._uncut(read) or list(self._cut(read, tokens_before))
         for at, draft in enumerate(drafts):
             last = at == len(drafts) - 1
             finish = read.chunk.finish if last else None
@@ -194,7 +200,21 @@ class DeltaStitcher:
                 rows_start=self._ledger.start + rows_before + draft.first_row,
                 finish=finish,
                 text="".join(draft.texts) + (read.tail if last else ""),
+                num_bytes=draft.token_bytes + (0 if array_TLK is None else array_TLK.nbytes),
             )
+
+    def _uncut(self, read: ReadChunk) -> list[_Draft] | None:
+        """The chunk as one event, if it fits: what `_cut` would find as well, token by token."""
+        chunk, cost = read.chunk, self._token_cost
+        if read.texts:
+            token_bytes = sum(map(cost, chunk.tokens, read.texts))
+        else:
+            token_bytes = sum([cost(token, "") for token in chunk.tokens])
+        draft = _Draft(0, chunk.num_rows, list(chunk.tokens), list(read.texts), token_bytes)
+        if (draft.empty and not chunk.finish) or self._size(draft, 0, 0) > self._budget:
+            return None
+        self._budget = self._later_budget
+        return [draft]
 
     def _cut(self, read: ReadChunk, tokens_before: int) -> Iterator[_Draft]:
         chunk = read.chunk

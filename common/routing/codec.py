@@ -1,6 +1,7 @@
 """Wire forms of routing rows. `numpy2base64` is the only place where an array becomes text."""
 
 import io
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,20 @@ def numpy2base64(array: npt.NDArray[np.generic]) -> str:
     Raises:
         ValueError: the dtype is object.
     """
+    contiguous = np.ascontiguousarray(array)
+    return pybase64.b64encode_as_string(_npy_header(contiguous.dtype, contiguous.shape) + contiguous.tobytes())
+
+
+#: Shapes of a stream's events are few: rows of one token, of a burst, of a prompt's chunk.
+@lru_cache(maxsize=1024)
+def _npy_header(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
+    """What `np.save` writes before the data of a C-order array."""
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects has no .npy form without pickle")
     buffer = io.BytesIO()
-    np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)
-    return pybase64.b64encode_as_string(buffer.getbuffer())
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, fields)
+    return buffer.getvalue()
 
 
 def base642numpy(text: str) -> npt.NDArray[np.generic]:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.sampling import SampledToken, TokenLogprob
-from router.answer import finite, masks_of, to_json, weight_versions
+from router.answer import finite, masks_of, weight_versions
+from router.forms import to_json
 from router.job import ChoiceState, Job, Outcome
 from router.openai.dialect import OpenAIDialect
-from router.openai.responses import (
+from router.openai.forms import (
     AssistantMessage,
     ChatChoice,
     ChatCompletionChunk,

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from common.errors import InternalError
 from common.sampling import FinishReason, TokenLogprob
-from router.answer import finite, masks_of, own_first, to_json, weight_versions
+from router.answer import finite, masks_of, own_first, weight_versions
+from router.forms import to_json
 from router.job import ChoiceState, Job, Outcome
 from router.openai.dialect import OpenAIDialect
-from router.openai.responses import (
+from router.openai.forms import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,

@@ -7,10 +7,10 @@ from common.config import RouterSettings
 from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken
 from router.answer import masks_of, prompt_logprob_entries, rows_of
+from router.forms import PromptLogprobEntry, RoutedExperts, Usage
 from router.job import ChoiceState, Job, RowsMode
 from router.openai.fields import OpenAIRequest
 from router.openai.token_words import TokenWords
-from router.response_schemas import PromptLogprobEntry, RoutedExperts, Usage
 from router.stitch import Piece
 
 

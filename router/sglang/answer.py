@@ -6,21 +6,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pybase64
+from msgspec import UNSET, UnsetType
 
 from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, FinishReason, SampledToken, TokenLogprob
 from router.answer import finite, weight_versions
+from router.forms import to_json
 from router.job import ChoiceState, Job, Outcome, RowsMode
 from router.plan import Plan
-from router.sglang.response_schemas import (
-    InputLogprobTriple,
-    LogprobTriple,
-    SglangAnswer,
-    SglangFinishReason,
-    SglangMetaInfo,
-    SglangOutput,
-)
+from router.sglang.forms import SglangFinishReason, SglangMetaInfo, SglangOutput
+from router.sglang.response_schemas import InputLogprobTriple, LogprobTriple
 from router.stitch import Piece, token_bytes
 from router.text.tokenizer import Tokenizer
 
@@ -78,14 +74,13 @@ class SglangDialect:
 
     def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
         outputs = [self._output(job, outcome.state, outcome.piece) for outcome in outcomes]
-        return _to_json(SglangAnswer(outputs if self.options.batch else outputs[0]))
+        return to_json(list(outputs) if self.options.batch else outputs[0])
 
     def opening(self, job: Job) -> Sequence[bytes]:
         return ()
 
     def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes:
-        output = self._output(job, state, piece)
-        return _to_json(output.model_copy(update={"index": state.index}) if self.options.batch else output)
+        return to_json(self._output(job, state, piece, state.index if self.options.batch else UNSET))
 
     def closing(self, job: Job) -> Sequence[bytes]:
         return ()
@@ -93,46 +88,45 @@ class SglangDialect:
     def token_bytes(self, token: SampledToken, text: str) -> int:
         return token_bytes(token, text)
 
-    def _output(self, job: Job, state: ChoiceState, piece: Piece) -> SglangOutput:
+    def _output(self, job: Job, state: ChoiceState, piece: Piece, index: int | UnsetType = UNSET) -> SglangOutput:
         """The choice with everything up to this piece."""
         tokenizer = job.tokenizer if self.options.text_in_logprobs else None
         told = self._told.setdefault(state.index, _Told()).add(piece, tokenizer)
-        said = self._counts(job, state, piece, told)
+        meta = self._meta(job, state, piece, told)
         if self.options.logprobs:
-            said["output_token_logprobs"] = told.own
+            meta.output_token_logprobs = told.own
             if self.options.num_top:
-                said["output_top_logprobs"] = told.top
+                meta.output_top_logprobs = told.top
         if piece.finish is not None:
-            said |= self._at_the_end(job, state, piece, tokenizer)
-        # Fields that are not set are left out of the JSON.
-        return SglangOutput(text=told.text, output_ids=told.ids, meta_info=SglangMetaInfo.model_validate(said))
+            self._end(meta, job, state, piece, tokenizer)
+        return SglangOutput(text=told.text, output_ids=told.ids, meta_info=meta, index=index)
 
-    def _counts(self, job: Job, state: ChoiceState, piece: Piece, told: _Told) -> dict[str, object]:
+    def _meta(self, job: Job, state: ChoiceState, piece: Piece, told: _Told) -> SglangMetaInfo:
         plan, spans = state.plan, state.versions.spans
-        return {
-            "id": self.options.ids[state.index],
-            "finish_reason": None if piece.finish is None else _finish_reason(piece.finish, told.ids),
-            "prompt_tokens": plan.prompt_len,
-            "completion_tokens": len(told.ids),
-            "cached_tokens": job.count.cached.get(plan.index, 0),
-            "weight_version": spans[-1][0] if spans else job.limits.weight_version,
-            "weight_versions": weight_versions(state.versions),
-            "e2e_latency": time.monotonic() - job.clock.started_at,
-        }
+        return SglangMetaInfo(
+            id=self.options.ids[state.index],
+            finish_reason=None if piece.finish is None else _finish_reason(piece.finish, told.ids),
+            prompt_tokens=plan.prompt_len,
+            completion_tokens=len(told.ids),
+            cached_tokens=job.count.cached.get(plan.index, 0),
+            weight_version=spans[-1][0] if spans else job.limits.weight_version,
+            weight_versions=weight_versions(state.versions),
+            e2e_latency=time.monotonic() - job.clock.started_at,
+        )
 
-    def _at_the_end(self, job: Job, state: ChoiceState, piece: Piece, tokenizer: Tokenizer | None) -> dict[str, object]:
-        """What only the last event of a choice carries, because it would be too large to repeat."""
-        found: dict[str, object] = {}
+    def _end(
+        self, meta: SglangMetaInfo, job: Job, state: ChoiceState, piece: Piece, tokenizer: Tokenizer | None
+    ) -> None:
+        """Adds what only the last event of a choice carries, because it would be too large to repeat."""
         if self.options.logprobs:
-            found |= self._input_logprobs(state.plan, job.prompt_logprobs(state.plan), tokenizer)
+            self._add_input_logprobs(meta, state.plan, job.prompt_logprobs(state.plan), tokenizer)
         rows_TLK = piece.rows_TLK
         if rows_TLK is not None:
-            found |= {"routed_experts": flat_int32(rows_TLK), "routed_experts_start_len": piece.rows_start}
-        return found
+            meta.routed_experts, meta.routed_experts_start_len = flat_int32(rows_TLK), piece.rows_start
 
-    def _input_logprobs(
-        self, plan: Plan, scores: PromptLogprobs | None, tokenizer: Tokenizer | None
-    ) -> dict[str, object]:
+    def _add_input_logprobs(
+        self, meta: SglangMetaInfo, plan: Plan, scores: PromptLogprobs | None, tokenizer: Tokenizer | None
+    ) -> None:
         """As SGLang: the first logprob is null, because its forward passes begin there."""
         start = self.options.input_start
         positions = [] if scores is None or start is None else scores[start:].tolist()
@@ -142,7 +136,9 @@ class SglangDialect:
             token_id = plan.token_ids[(start or 0) + at]
             own.append((None if at == 0 else finite(logprob), token_id, _text(token_id, tokenizer)))
             top.append(None if at == 0 else [(finite(value), i, _text(i, tokenizer)) for i, value, _ in others])
-        return {"input_token_logprobs": own} | ({"input_top_logprobs": top} if self.options.num_top else {})
+        meta.input_token_logprobs = own
+        if self.options.num_top:
+            meta.input_top_logprobs = top
 
 
 def flat_int32(rows_TLK: RoutingArray) -> str:
@@ -168,7 +164,3 @@ def _triple(value: TokenLogprob, tokenizer: Tokenizer | None) -> LogprobTriple:
 
 def _text(token_id: int, tokenizer: Tokenizer | None) -> str | None:
     return None if tokenizer is None else tokenizer.token_text(token_id)
-
-
-def _to_json(answer: SglangAnswer | SglangOutput) -> bytes:
-    return answer.model_dump_json(exclude_unset=True).encode()

@@ -78,6 +78,9 @@ class SlowTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return self.unread_bytes.pop(0)
 
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        return 0, 0
+
     def abort(self) -> None:
         self.aborted.set()
 
@@ -98,7 +101,7 @@ class SlowResponse(web.StreamResponse):
 
 
 async def test_a_client_is_slow_as_long_as_it_reads_anything() -> None:
-    transport = SlowTransport([10, 9, 8, 1, 1, 0])
+    transport = SlowTransport([10, 10, 9, 8, 1, 1, 0])
     request = make_mocked_request("GET", "/", transport=transport)
     await asyncio.wait_for(ClientWriter(request, SlowResponse(transport), 0.01).write(b"x" * 10), 10)
     assert transport.unread_bytes == [0]
