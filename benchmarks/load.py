@@ -3,7 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +40,17 @@ class LoadGenerator:
     async def warm_up(self) -> None:
         """Lets the server compile, allocate and connect what it does once."""
         for num_tokens in (64, 512):
-            await self._request(num_tokens, 8)
-        await asyncio.gather(*(self._request(16, 8) for _ in range(16)))
+            await self.request(num_tokens, 8)
+        await asyncio.gather(*(self.request(16, 8) for _ in range(16)))
 
     async def time_to_first_token(self, num_prompt_tokens: int) -> float:
         """Seconds, for one request alone; it asks for a second token, so that the first is not the last event."""
-        arrivals = await self._request(num_prompt_tokens, 2)
+        arrivals = await self.request(num_prompt_tokens, 2)
         return arrivals.tokens[0] - arrivals.sent
 
     async def decode_rate(self, concurrency: int) -> float:
         """Tokens per second of all streams together, while all of them decode."""
-        requests = (self._request(DECODE_PROMPT_TOKENS, DECODE_TOKENS) for _ in range(concurrency))
+        requests = (self.request(DECODE_PROMPT_TOKENS, DECODE_TOKENS) for _ in range(concurrency))
         streams = await asyncio.gather(*requests)
         start = max(stream.tokens[0] for stream in streams)
         end = min(stream.tokens[-1] for stream in streams)
@@ -59,14 +60,26 @@ class LoadGenerator:
             )
         return sum(start < arrival <= end for stream in streams for arrival in stream.tokens) / (end - start)
 
-    async def _request(self, num_prompt_tokens: int, num_tokens: int) -> Arrivals:
-        prompt = [self._random.randint(_FIRST_ID, _LAST_ID) for _ in range(num_prompt_tokens)]
-        sampling = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, **self._sampling}
+    async def request(self, num_prompt_tokens: int, num_tokens: int) -> Arrivals:
+        """One request with a prompt of its own, to its end."""
         arrivals: list[float] = []
         sent = time.perf_counter()
-        async for event in self._client.stream({"token_ids": prompt, "sampling_params": sampling}):
-            now = time.perf_counter()
-            arrivals += [now for choice in event["choices"] for _ in choice["token_ids"] or ()]
+        async for now, count in self.arrivals(num_prompt_tokens, num_tokens):
+            arrivals += [now] * count
         if len(arrivals) != num_tokens:
             raise RuntimeError(f"asked for {num_tokens} tokens, {len(arrivals)} came")
         return Arrivals(sent, tuple(arrivals))
+
+    async def arrivals(self, num_prompt_tokens: int, num_tokens: int) -> AsyncGenerator[tuple[float, int]]:
+        """The same as it comes: when an event with tokens arrived, and how many it has. Close it to break it off."""
+        prompt = self.token_ids(num_prompt_tokens)
+        sampling = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, **self._sampling}
+        async with aclosing(self._client.stream({"token_ids": prompt, "sampling_params": sampling})) as events:
+            async for event in events:
+                now = time.perf_counter()
+                if count := sum(len(choice["token_ids"] or ()) for choice in event["choices"]):
+                    yield now, count
+
+    def token_ids(self, count: int) -> list[int]:
+        """Random ones."""
+        return [self._random.randint(_FIRST_ID, _LAST_ID) for _ in range(count)]

@@ -1,7 +1,7 @@
 """HTTP client of a running cluster, for the commands. Answers keep their wire form, errors become MoerelayErrors."""
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from types import TracebackType
@@ -64,7 +64,7 @@ class ClusterClient:
             async with self._session.post(self._url + GENERATE_PATH, json=body) as response:
                 return await _json_of(response)
 
-    async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[Json]:
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
         """The events of one stream, up to [DONE].
 
         Raises:

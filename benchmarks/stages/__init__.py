@@ -1,0 +1,1 @@
+"""What `benchmarks.bench` measures, one file per stage."""
