@@ -25,6 +25,8 @@ class Modules:
     prefill: str = "prefill_worker"
     decode: str = "decode_worker"
     router: str = "router"
+    #: What the router imports while the workers load.
+    router_imports: str = "router.server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,19 @@ class ClusterPlan:
             specs.append(self._worker(DecodeSettings, f"decode-{i}", self.modules.decode, flags))
         return specs
 
-    def router(self, prefill: list[str], decode: list[str]) -> ProcessSpec:
+    def router(self) -> ProcessSpec:
+        """Its arguments are those of `router_arguments`, once there are addresses."""
+        return ProcessSpec("router", self.modules.router, (), imported=self.modules.router_imports)
+
+    def router_arguments(self, prefill: list[str], decode: list[str]) -> list[str]:
         """`prefill` and `decode` are the addresses that the workers reported."""
-        flags = [
+        return [
             *shared_flags(self.settings, RouterSettings, _ROUTER_OWN),
             self._log_format(),
             f"--ready-file={self.ready_file('router')}",
             *(f"--prefill={address}" for address in prefill),
             *(f"--decode={address}" for address in decode),
         ]
-        return ProcessSpec("router", self.modules.router, tuple(flags))
 
     def cores(self) -> CorePlan:
         """How the cores are split, in the order of `worker_names`.

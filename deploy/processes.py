@@ -1,16 +1,18 @@
 """Child processes of the launcher: start, watch, pass their stderr on, stop. Nothing here knows what they do."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from common.config import ENV_PREFIX
+from deploy.child import LATE
 
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ class ProcessSpec:
     name: str
     module: str
     arguments: tuple[str, ...]
+    #: What to import meanwhile, of a process that gets its arguments from `Child.send_arguments` instead.
+    imported: str | None = None
 
 
 class Child:
@@ -41,9 +45,10 @@ class Child:
     async def start(cls, spec: ProcessSpec) -> Self:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-P", "-m", "deploy.child", str(os.getpid()), spec.module, *spec.arguments),
+            *("-P", "-m", "deploy.child", str(os.getpid()), spec.module),
+            *([f"{LATE}{spec.imported}"] if spec.imported else spec.arguments),
             env=clean_environment(os.environ),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE if spec.imported else asyncio.subprocess.DEVNULL,
             # stdout of the launcher carries one line only; whatever a child prints there is a log.
             stdout=sys.__stderr__,
             stderr=asyncio.subprocess.PIPE,
@@ -65,6 +70,13 @@ class Child:
     def last_line(self) -> str:
         """The last line that is not blank on the child's stderr."""
         return self._last_line.decode(errors="replace").strip()
+
+    def send_arguments(self, arguments: Sequence[str]) -> None:
+        """Lets a process go on that was started without any; once. Nothing happens if it has ended."""
+        stream = self._process.stdin
+        assert stream is not None, "its arguments were known"
+        stream.write(json.dumps(arguments).encode() + b"\n")
+        stream.close()
 
     async def run(self) -> None:
         """Passes stderr on until the process has ended and is reaped."""

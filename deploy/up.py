@@ -71,7 +71,9 @@ class LocalCluster:
         await asyncio.Event().wait()  # until another contender of the race ends
 
     async def _start(self) -> str:
-        """Workers, then the router in front of them; returns where it is once /ready says so.
+        """Workers, and the router in front of them; returns where it is once /ready says so.
+
+        The router imports while the workers load, and is told their addresses when they serve.
 
         That is the URL, and after the word "control" that of the control port, if there is one.
         """
@@ -79,8 +81,11 @@ class LocalCluster:
         self._num_prefill = len(prefill)
         for spec in [*prefill, *decode]:
             self._workers.append(await self._group.start(spec))
-        router = self._plan.router(await self._addresses(prefill), await self._addresses(decode))
-        self._routers.append(await self._group.start(router))
+        router = self._plan.router()
+        started = await self._group.start(router)
+        self._routers.append(started)
+        addresses = await self._addresses(prefill), await self._addresses(decode)
+        started.send_arguments(self._plan.router_arguments(*addresses))
         served = await read_ready_file(self._plan.ready_file(router.name))
         await wait_until_ready(f"http://{served.address}/ready")
         url = _url(self._plan.settings.host, served.address)

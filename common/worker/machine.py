@@ -18,7 +18,7 @@ log = structlog.get_logger()
 #: oneDNN compiles a kernel for every shape it meets and keeps the last 1024, torch's bridge to it as many per kind of
 #: operation; at half a MiB each that grew to 600 MiB of a worker whose weights have 1 MiB. A prefill chunk meets about
 #: a hundred shapes (rows per expert), and compiling one takes half a millisecond.
-_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "1"}
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "1"}
 
 #: Parameter of glibc's mallopt(3), and how many heaps it may open. By default that is eight per core, each of which
 #: keeps what its threads once freed; but one thread computes here, and the others mostly hold the interpreter's lock.

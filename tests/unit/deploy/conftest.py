@@ -17,7 +17,7 @@ from deploy.processes import ProcessGroup, StopRequests
 from deploy.up import LocalCluster
 
 REPOSITORY = Path(__file__).parents[3]
-FAKES = Modules("tests.fakes.fake_prefill", "tests.fakes.fake_decode", "tests.fakes.fake_router")
+FAKES = Modules("tests.fakes.fake_prefill", "tests.fakes.fake_decode", "tests.fakes.fake_router", "json")
 
 
 class Announcement(io.StringIO):

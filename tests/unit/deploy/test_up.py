@@ -93,8 +93,8 @@ def checkpoint(tmp_path: Path) -> Path:
 def flags_of(settings: UpSettings, tmp_path: Path) -> list[set[str]]:
     """The flags of every process of the plan."""
     plan = ClusterPlan(settings, tmp_path)
-    specs = [*plan.prefill_workers(), *plan.decode_workers(), plan.router([], [])]
-    return [set(spec.arguments) for spec in specs]
+    workers = [set(spec.arguments) for spec in [*plan.prefill_workers(), *plan.decode_workers()]]
+    return [*workers, set(plan.router_arguments([], []))]
 
 
 def test_children_get_the_directory_behind_a_hub_id_and_clients_its_name(checkpoint: Path, tmp_path: Path) -> None:
