@@ -141,9 +141,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         arrived = time.monotonic()
         routing = request.routing_start is not None
         num_top = request.sampling.prompt_logprobs
+        # Before the transfer begins: a refusal breaks no handoff, and the decode worker just hears that it is over.
+        self._core.engine.submit(request)
         async with self._sender.transfer(_lease_ref(lease), routing=routing, num_top=num_top) as transfer:
             with self.stats.counted(transfer, routing=routing):
-                self._core.engine.submit(request)
                 last = await self._push(transfer, prompts)
                 computed, num_computed = time.monotonic(), len(request.prompt) - last.num_cached
                 await transfer.finish(last.first_tokens, num_computed)
