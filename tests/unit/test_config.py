@@ -173,3 +173,19 @@ def test_cpus_are_normalised_and_wrong_ones_refused() -> None:
     assert settings.cpus == "0-2,8"
     with pytest.raises(ConfigError, match="--cpus: '0-3-5' is not a list of cpus"):
         load_settings(UpSettings, ["--model", "m", "--cpus", "0-3-5"], prog="up", environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("50ms", 0.05), ("2s", 2.0), ("0.05", 0.05), ("1.5 s", 1.5), ("1e-05", 1e-5), (".5ms", 0.0005)],
+)
+def test_objectives_are_written_with_or_without_a_unit(text: str, seconds: float) -> None:
+    settings = load_settings(UpSettings, ["--model", "m", "--slo-itl", text], prog="p", environ={})
+    assert settings.slo_itl == pytest.approx(seconds)
+    assert settings.slo_ttft is None
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "0ms", "fast", "inf", "nan", "5m"])
+def test_what_is_no_objective(text: str) -> None:
+    with pytest.raises(ConfigError, match="--slo-ttft"):
+        load_settings(UpSettings, ["--model", "m", f"--slo-ttft={text}"], prog="p", environ={})

@@ -5,7 +5,7 @@ import pytest
 
 from common import errors
 from common.errors import HTTP_TABLE, MoerelayError, StartupError
-from common.rpc import ERROR_TRAILER, GRPC_TABLE, PARAM_TRAILER, from_grpc
+from common.rpc import ERROR_TRAILER, GRPC_TABLE, PARAM_TRAILER, RETRY_AFTER_TRAILER, from_grpc
 
 
 def subclasses(cls: type[MoerelayError]) -> set[type[MoerelayError]]:
@@ -31,6 +31,15 @@ def test_every_class_survives_the_wire(cls: type[MoerelayError]) -> None:
     code, kind = GRPC_TABLE[cls]
     rebuilt = from_grpc(code, "too long", {ERROR_TRAILER: kind, PARAM_TRAILER: "token_ids"})
     assert (type(rebuilt), rebuilt.message, rebuilt.param) == (cls, "too long", "token_ids")
+
+
+@pytest.mark.parametrize(("trailer", "seconds"), [("7", 7), ("soon", None), ("-1", None), (None, None)])
+def test_when_to_retry_survives_the_wire(trailer: str | None, seconds: int | None) -> None:
+    code, kind = GRPC_TABLE[errors.OverloadedError]
+    trailers = {ERROR_TRAILER: kind} | ({} if trailer is None else {RETRY_AFTER_TRAILER: trailer})
+    rebuilt = from_grpc(code, "too long", trailers)
+    assert isinstance(rebuilt, errors.OverloadedError)
+    assert rebuilt.retry_after_s == seconds
 
 
 def test_every_message_can_be_encoded() -> None:
