@@ -79,9 +79,11 @@ def start_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StartClust
     monkeypatch.setenv("FAKE_JOURNAL", str(tmp_path / "journal"))
 
     @asynccontextmanager
-    async def start(faults: dict[str, str] | None = None, **settings: Any) -> AsyncIterator[FakeCluster]:
+    async def start(
+        faults: dict[str, str] | None = None, modules: Modules = FAKES, **settings: Any
+    ) -> AsyncIterator[FakeCluster]:
         monkeypatch.setenv("FAKE_FAULTS", json.dumps(faults or {}))
-        plan = ClusterPlan(UpSettings(model="m", port=0, **settings), tmp_path, FAKES)
+        plan = ClusterPlan(UpSettings(model="m", port=0, **settings), tmp_path, modules)
         cluster = FakeCluster(tmp_path / "journal")
         async with ProcessGroup() as group:
             local = LocalCluster(plan, group, cluster.stdout, exit_grace_s=1.0)

@@ -8,19 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.config import UpSettings
+from common.cores import Cores
 from common.errors import CheckpointError, ConfigError, StartupError, WorkerLostError
 from common.model.hub import resolve_model
 from common.model.presets import synthetic_config
 from deploy.plan import ClusterPlan
 from deploy.processes import clean_environment
 from deploy.ready import wait_until_ready
-from deploy.up import check_port, main, with_local_model
-from tests.unit.deploy.conftest import REPOSITORY, StartCluster, is_alive
+from deploy.up import check_port, core_table, main, take_cores, with_local_model
+from tests.unit.deploy.conftest import FAKES, REPOSITORY, StartCluster, is_alive
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0")
 
@@ -237,6 +239,44 @@ async def test_a_prefill_worker_that_does_not_start_ends_a_cluster_that_may_fall
     async with start_cluster(faults={"prefill-0": "crash"}, allow_aggregated_fallback=True) as cluster:
         with pytest.raises(WorkerLostError, match="prefill-0 did not start"):
             await cluster.exit_code
+
+
+async def test_a_router_that_cannot_import_is_named(start_cluster: StartCluster) -> None:
+    async with start_cluster(modules=replace(FAKES, router_imports="no_such_module")) as cluster:
+        with pytest.raises(WorkerLostError, match=r"router did not start .*No module named 'no_such_module'"):
+            await cluster.exit_code
+
+
+def test_workers_get_their_part_of_the_cores_as_flags(tmp_path: Path) -> None:
+    settings = UpSettings(model="m", prefill=1, decode=2, threads="3:1")
+    machine = Cores(tuple((cpu,) for cpu in range(6)))
+    plan = ClusterPlan(settings, tmp_path, machine=machine)
+    specs = [*plan.prefill_workers(), *plan.decode_workers()]
+    flags = [[f for f in spec.arguments if f.startswith(("--cpus", "--threads"))] for spec in specs]
+    assert flags == [
+        ["--threads=3", "--cpus=0-3"],
+        ["--threads=1", "--cpus=4"],
+        ["--threads=1", "--cpus=5"],
+    ]
+    assert core_table(plan.worker_names, plan.cores()).splitlines() == [
+        "  worker     threads  cpus",
+        "  prefill-0        3  0-3",
+        "  decode-0         1  4",
+        "  decode-1         1  5",
+    ]
+
+
+def test_workers_that_are_not_pinned_get_no_cpus(tmp_path: Path) -> None:
+    plan = ClusterPlan(UpSettings(model="m", mode="aggregated"), tmp_path, machine=Cores(((0,), (1,)), can_pin=False))
+    [worker] = plan.decode_workers()
+    assert "--threads=2" in worker.arguments
+    assert not any(flag.startswith("--cpus") for flag in worker.arguments)
+    assert core_table(plan.worker_names, plan.cores()).splitlines()[1] == "  decode-0        2  any"
+
+
+def test_cpus_that_are_not_there_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--cpus 60000"):
+        take_cores(ClusterPlan(UpSettings(model="m", cpus="60000"), tmp_path))
 
 
 async def test_second_request_to_stop_forces(start_cluster: StartCluster) -> None:
