@@ -65,5 +65,17 @@ def bound_memory(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     for name, value in _KERNEL_CACHES.items():
         environ.setdefault(name, value)
-    if sys.platform == "linux" and "MALLOC_ARENA_MAX" not in environ and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if "MALLOC_ARENA_MAX" not in environ and (libc := _glibc()):
         libc.mallopt(_M_ARENA_MAX, _NUM_ARENAS)
+
+
+def give_back_memory() -> None:
+    """Returns to the system what was freed: after loading, when much was staged that nobody needs again."""
+    if libc := _glibc():
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, where it is one that has these functions."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None

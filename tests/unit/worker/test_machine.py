@@ -1,5 +1,6 @@
 """What a worker asks of its machine."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -86,3 +87,26 @@ def test_compiled_kernels_do_not_pile_up() -> None:
     done = subprocess.run([sys.executable, "-c", SHAPES], env=environ, capture_output=True, text=True, check=True)
     # 250 kernels of half a MiB or less; all 1600 of them take 650 MiB.
     assert int(done.stdout.splitlines()[-1]) < 250
+
+
+FREED = """
+import re
+from common.worker.machine import give_back_memory
+def rss_mib():
+    with open("/proc/self/status") as status:
+        return int(re.search(r"VmRSS:\\s+(\\d+)", status.read())[1]) // 1024
+pieces = [b"x" * 100_000 for _ in range(2000)]
+kept = pieces[-1]  # on top of the heap, which glibc would shorten by itself
+del pieces
+before = rss_mib()
+give_back_memory()
+print(before - rss_mib())
+"""
+
+
+@linux
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("this C library gives memory back by itself")
+    assert int(done.stdout) > 100
