@@ -183,6 +183,9 @@ class ApiSettings(LinkSettings):
     admin_on_public_port: CliImplicitFlag[bool] = Field(
         False, description="Serve the control routes on the HTTP port too; needs --admin-key-file."
     )
+    router_processes: int = Field(
+        1, ge=1, le=64, description="Router processes that share the HTTP port; more than 1 not on Windows."
+    )
     max_event_bytes: ByteSize = Field(64 * 2**10, description="Largest SSE event in delta streams.")
     max_body_bytes: ByteSize = Field(32 * 2**20, description="Largest request body.")
     max_header_bytes: ByteSize = Field(64 * 2**10, description="Largest request header, and all of them together.")

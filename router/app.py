@@ -26,6 +26,7 @@ from router.keys import (
     PIPELINE,
     PLANNER,
     SETTINGS,
+    SIBLINGS,
     TEXT,
     UNKNOWN_FIELDS,
     ServedModel,
@@ -36,6 +37,8 @@ from router.metrics import RouterMetrics
 from router.middleware import bound_sizes, errors_as_json
 from router.openapi import document, json_text
 from router.pipeline import Pipeline
+from router.processes.leading import lead
+from router.processes.siblings import Siblings
 from router.sglang.ids import CHOICE_IDS, ChoiceIds
 from router.surface import CONTROL, CONTROL_PATHS, PUBLIC, Surface
 from router.text.chat import load_chat_template
@@ -46,8 +49,10 @@ from router.validate import Planner
 log = structlog.get_logger()
 
 
-def create_app(settings: RouterSettings) -> web.Application:
+def create_app(settings: RouterSettings, siblings: Siblings | None = None) -> web.Application:
     """Builds the application of the HTTP port; workers are contacted when it starts.
+
+    `siblings`: the other processes of this router, if it has several.
 
     Raises:
         ConfigError: `--model` is no local directory, its generation_config.json cannot be used, or a key file cannot.
@@ -59,6 +64,7 @@ def create_app(settings: RouterSettings) -> web.Application:
     app[MODEL] = _served_model(settings)
     app[UNKNOWN_FIELDS] = UnknownFields()
     app[CHOICE_IDS] = ChoiceIds()
+    app[SIBLINGS] = siblings or Siblings(0, {})
     app[TEXT] = text = _text_tools(settings)
     app[PLANNER] = Planner(settings, defaults, text.tokenizer)
     app.cleanup_ctx.append(_serving)
@@ -82,7 +88,7 @@ def create_control_app(public: web.Application) -> web.Application:
 
 def _application(settings: RouterSettings, surface: Surface, guard: Guard, cors: Cors) -> web.Application:
     app = web.Application(
-        middlewares=[errors_as_json, bound_sizes, answer_preflights, require_key],
+        middlewares=[errors_as_json, bound_sizes, answer_preflights, require_key, lead],
         client_max_size=settings.max_body_bytes,
     )
     described = document(surface.title, surface.operations, guard.needs_key)

@@ -34,10 +34,33 @@ class MergedFamilies(Collector):
         return self._families.values()
 
 
-async def exposition(own: CollectorRegistry, fleet: Fleet, timeout_s: float) -> bytes:
-    """Prometheus text of the router and of every worker that answers in time."""
+#: Gauges that count something of each process; the others (of workers) say the same in all of them.
+_COUNTING_GAUGES = frozenset({"moerelay_router_in_flight"})
+
+
+def added_up(own: Iterable[Metric], others: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """One process's families with the counts of the others added to its own."""
+    families = {family.name: family for family in own}
+    for family in (family for other in others for family in other):
+        mine = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+        if family.type == "gauge" and family.name not in _COUNTING_GAUGES:
+            continue
+        values = {(sample.name, *sorted(sample.labels.items())): sample for sample in mine.samples}
+        for sample in family.samples:
+            key = (sample.name, *sorted(sample.labels.items()))
+            known = values.get(key)
+            values[key] = sample if known is None else known._replace(value=known.value + sample.value)
+        mine.samples = list(values.values())
+    return list(families.values())
+
+
+async def exposition(own: CollectorRegistry, others: Iterable[str], fleet: Fleet, timeout_s: float) -> bytes:
+    """Prometheus text of the router and of every worker that answers in time.
+
+    `others`: what the router's other processes say of themselves.
+    """
     merged = MergedFamilies()
-    merged.add(own.collect())
+    merged.add(added_up(own.collect(), map(text_string_to_metric_families, others)))
     alive = [worker for worker in fleet.workers if worker.state is not State.DEAD]
     answers = await asyncio.gather(*(_of_worker(worker, timeout_s) for worker in alive))
     for worker, text in zip(alive, answers, strict=True):

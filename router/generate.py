@@ -1,13 +1,15 @@
 """POST /inference/v1/generate and /inference/v1/abort_requests: the vLLM dialect, tokens in and tokens out."""
 
+import asyncio
+
 from aiohttp import web
 
 from common.errors import InvalidRequestError, NotFoundError
+from router.aborts import abort_here
 from router.answer import GenerateDialect
-from router.calls import task_group
 from router.json_answer import json_answer
 from router.json_body import read_body
-from router.keys import LIVE, METRICS, PIPELINE, SETTINGS, UNKNOWN_FIELDS
+from router.keys import METRICS, SETTINGS, SIBLINGS, UNKNOWN_FIELDS
 from router.operation import Operation
 from router.plan import Ask
 from router.request_schemas import AbortRequestsRequest, GenerateRequest
@@ -53,15 +55,12 @@ async def abort_requests(request: web.Request) -> web.Response:
     """Ends live requests with finish reason "abort". Raises NotFoundError if none of the ids is live."""
     body = await read_body(request, AbortRequestsRequest, request.app[UNKNOWN_FIELDS])
     names = list(dict.fromkeys(body.request_ids))
-    live = {name: found for name in names if (found := request.app[LIVE].get(name))}
-    unknown = [name for name in names if name not in live]
-    if not live:
+    here, elsewhere = await asyncio.gather(abort_here(request.app, names), request.app[SIBLINGS].abort(names))
+    aborted = [name for name in names if name in here or name in elsewhere]
+    unknown = [name for name in names if name not in aborted]
+    if not aborted:
         raise NotFoundError(f"no live request has the id {', '.join(unknown)[:512]}", param="request_ids")
-    async with task_group() as group:
-        for found in live.values():
-            group.create_task(request.app[PIPELINE].abort(found))
-    answer = AbortRequestsResponse(aborted=list(live), unknown=unknown)
-    return json_answer(answer)
+    return json_answer(AbortRequestsResponse(aborted=aborted, unknown=unknown))
 
 
 #: What every route that generates may end with, beside what any route may.

@@ -10,6 +10,7 @@ from router.json_body import UnknownFields
 from router.live import LiveRequests
 from router.metrics import RouterMetrics
 from router.pipeline import Pipeline
+from router.processes.siblings import Siblings
 from router.text.chat import ChatTemplate
 from router.text.grammar_checker import GrammarChecker
 from router.text.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ TEXT = web.AppKey("text", TextTools)
 METRICS = web.AppKey("metrics", RouterMetrics)
 DOCUMENT = web.AppKey("document", str)
 DOCS_PAGE = web.AppKey("docs_page", str)
+SIBLINGS = web.AppKey("siblings", Siblings)
 UNKNOWN_FIELDS = web.AppKey("unknown_fields", UnknownFields)
 
 

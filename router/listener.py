@@ -1,8 +1,10 @@
 """How an application listens on a port: limits of connections, and JSON where aiohttp itself would answer in text."""
 
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -121,6 +123,34 @@ async def listening(app: web.Application, host: str, port: int) -> AsyncIterator
     await runner.setup()
     try:
         yield await _bind(runner, host, port)
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def listening_on(app: web.Application, sockets: Sequence[socket.socket]) -> AsyncIterator[None]:
+    """Runs the application on sockets that are bound already."""
+    runner = create_runner(app)
+    await runner.setup()
+    try:
+        for each in sockets:
+            await web.SockSite(runner, each).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def listening_for_siblings(app: web.Application, path: Path) -> AsyncIterator[None]:
+    """Runs the application on a unix socket. Raises StartupError if the path cannot be used."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSING_S)
+    await runner.setup()
+    try:
+        try:
+            await web.UnixSite(runner, str(path)).start()
+        except OSError as error:
+            raise StartupError(f"cannot listen on {path}: {error}; is TMPDIR too long?") from error
+        yield
     finally:
         await runner.cleanup()
 

@@ -217,11 +217,15 @@ class VersionResponse(ResponseModel):
 
 
 class RouterView(ResponseModel):
-    """The router's own state; `in_flight` counts live requests, `fallback` is that of /health."""
+    """The router's own state over all of its processes.
+
+    `in_flight` counts live requests, `fallback` is that of /health, `processes` are those that answer.
+    """
 
     in_flight: int
     draining: bool
     ready: bool
+    processes: int
     fallback: bool
     model: str
     version: str

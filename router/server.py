@@ -1,6 +1,7 @@
 """The router process: bind, announce, serve, drain."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import structlog
@@ -27,14 +28,23 @@ async def serve(settings: RouterSettings) -> None:
     async with AsyncExitStack() as listeners:
         address = await listeners.enter_async_context(listening(app, settings.host, settings.port))
         control = await _listen_for_control(listeners, app, settings)
-        async with stop_signals() as stop:
+
+        def announce() -> None:
             log.info("router_listening", address=address, control_address=control)
             if settings.ready_file:
                 write_ready_file(settings.ready_file, address, control)
-            await stop.wait()
-            drained = await drain_or_second_signal(_drain(app[LIVE], settings.drain_timeout_s), stop)
-            log.info("router_stopping", drained=drained, unfinished=len(app[LIVE]))
-            app[LIVE].fail_all(UnavailableError("the router was stopped before the request was finished"))
+
+        await drain_when_stopped(app, settings, announce)
+
+
+async def drain_when_stopped(app: web.Application, settings: RouterSettings, announce: Callable[[], None]) -> None:
+    """Announces that the router serves, waits for a signal, and lets live requests finish, or ends them in an error."""
+    async with stop_signals() as stop:
+        announce()
+        await stop.wait()
+        drained = await drain_or_second_signal(_drain(app[LIVE], settings.drain_timeout_s), stop)
+        log.info("router_stopping", drained=drained, unfinished=len(app[LIVE]))
+        app[LIVE].fail_all(UnavailableError("the router was stopped before the request was finished"))
 
 
 async def _listen_for_control(listeners: AsyncExitStack, app: web.Application, settings: RouterSettings) -> str | None:

@@ -10,7 +10,7 @@ from common.pb import worker_pb2
 from router.exposition import exposition
 from router.fleet import Fleet
 from router.json_answer import json_answer
-from router.keys import DOCS_PAGE, DOCUMENT, FLEET, LIVE, METRICS, MODEL, SETTINGS
+from router.keys import DOCS_PAGE, DOCUMENT, FLEET, LIVE, METRICS, MODEL, SETTINGS, SIBLINGS
 from router.operation import Operation
 from router.response_schemas import (
     ClusterView,
@@ -45,6 +45,9 @@ async def ready(request: web.Request) -> web.Response:
     if request.app[LIVE].draining:
         raise UnavailableError("the router is draining")
     request.app[FLEET].model()
+    for state in await request.app[SIBLINGS].states():
+        if state.complaint is not None:
+            raise UnavailableError(f"another process of this router is not ready: {state.complaint}")
     return await health(request)
 
 
@@ -65,10 +68,12 @@ async def models(request: web.Request) -> web.Response:
 
 async def cluster(request: web.Request) -> web.Response:
     app = request.app
+    others = await app[SIBLINGS].states()
     router = RouterView(
-        in_flight=len(app[LIVE]),
-        draining=app[LIVE].draining,
-        ready=not app[LIVE].draining and app[FLEET].can_serve(),
+        in_flight=len(app[LIVE]) + sum(state.in_flight for state in others),
+        draining=app[LIVE].draining or any(state.draining for state in others),
+        ready=not app[LIVE].draining and app[FLEET].can_serve() and all(state.complaint is None for state in others),
+        processes=1 + len(others),
         fallback=app[FLEET].falls_back(),
         model=app[MODEL].name,
         version=VERSION,
@@ -79,7 +84,8 @@ async def cluster(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     own = request.app[METRICS]
     own.refresh()
-    text = await exposition(own.registry, request.app[FLEET], request.app[SETTINGS].heartbeat_timeout_s)
+    others = await request.app[SIBLINGS].metrics()
+    text = await exposition(own.registry, others, request.app[FLEET], request.app[SETTINGS].heartbeat_timeout_s)
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 

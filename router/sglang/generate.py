@@ -1,23 +1,21 @@
 """POST /generate and /abort_request: the SGLang dialect."""
 
 import asyncio
-from collections.abc import Mapping
 from functools import partial
 
 from aiohttp import web
 
 from common.errors import InvalidRequestError, NotFoundError
-from router.calls import task_group
+from router.aborts import abort_rid_here
 from router.generate import GENERATE_ERRORS
 from router.job import REQUEST_ID_HEADER
 from router.json_answer import json_answer
 from router.json_body import read_body
-from router.keys import LIVE, METRICS, PIPELINE, PLANNER, SETTINGS, TEXT, UNKNOWN_FIELDS, max_model_len
-from router.live import LiveRequest
+from router.keys import LIVE, METRICS, PLANNER, SETTINGS, SIBLINGS, TEXT, UNKNOWN_FIELDS, max_model_len
 from router.operation import Operation
 from router.serve import Incoming, serve
 from router.sglang.answer import SglangDialect, SglangOptions
-from router.sglang.ids import CHOICE_IDS, ChoiceRef, choice_ids
+from router.sglang.ids import CHOICE_IDS, choice_ids
 from router.sglang.request_schemas import SglangAbortRequest, SglangGenerateRequest, SglangSamplingParams
 from router.sglang.response_schemas import SglangAbortAnswer, SglangAnswer, SglangOutput
 from router.sglang.translate import (
@@ -77,26 +75,12 @@ async def abort_request(request: web.Request) -> web.Response:
     body = await read_body(request, SglangAbortRequest, request.app[UNKNOWN_FIELDS])
     if not (body.rid or body.abort_all):
         raise InvalidRequestError("send rid, or abort_all: true", param="rid")
-    targets = _targets(request.app, None if body.abort_all else body.rid)
-    async with task_group() as group:
-        for live, ref in targets.values():
-            group.create_task(request.app[PIPELINE].abort(live, None if ref is None else (ref.prompt, ref.choice)))
-    answer = SglangAbortAnswer(aborted=list(targets))
-    return json_answer(answer)
-
-
-def _targets(app: web.Application, rid: str | None) -> Mapping[str, tuple[LiveRequest, ChoiceRef | None]]:
-    """What an id means, by the id; everything that is live without one."""
-    live = app[LIVE]
-    if rid is None:
-        return {each.request_id: (each, None) for each in live.requests()}
-    if found := live.get(rid):
-        return {rid: (found, None)}
-    ref = app[CHOICE_IDS].get(rid)
-    parent = None if ref is None else live.get(ref.request_id)
-    if parent is None:
+    rid = None if body.abort_all else body.rid
+    here, elsewhere = await asyncio.gather(abort_rid_here(request.app, rid), request.app[SIBLINGS].abort_rid(rid))
+    aborted = list(dict.fromkeys([*here, *elsewhere]))
+    if rid is not None and not aborted:
         raise NotFoundError(f"no live request has the id {rid[:512]!r}", param="rid")
-    return {rid: (parent, ref)}
+    return json_answer(SglangAbortAnswer(aborted=aborted))
 
 
 OPERATIONS = (
