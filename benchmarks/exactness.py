@@ -9,6 +9,7 @@ K experts per token, F width, I inputs, O outputs.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from benchmarks.table import Quantity, Samples
+from benchmarks.table import Quantity, Samples, Series
 from common.kv.pool import BlockId
 from common.kv.store import KVStore
 from common.model.attention import QueryGroup
@@ -39,11 +40,18 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory of grouped-query attention")
     parser.add_argument("--num-threads", type=int, default=2, help="torch threads (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=20, help="steps per case and path (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write every value to this file, by dtype")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
+    found: dict[str, list[Series]] = {}
     for dtype in (torch.bfloat16, torch.float32):
-        print(f"\n{str(dtype).removeprefix('torch.')}\n")
-        print("\n".join(_measure(arguments.model, dtype, arguments.repetitions).table(baseline="inexact")))
+        name = str(dtype).removeprefix("torch.")
+        samples = _measure(arguments.model, dtype, arguments.repetitions)
+        print(f"\n{name}\n")
+        print("\n".join(samples.table(baseline="inexact")))
+        found[name] = samples.to_json()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found))
 
 
 def _measure(path: Path, dtype: torch.dtype, repetitions: int) -> Samples:

@@ -128,7 +128,7 @@ def _peers(options: Options) -> list[ServerSpec]:
 def _one_server_at_a_time(options: Options) -> Iterator[Stage]:
     model, logs = options.model, options.directory / "logs"
     specs = [*_peers(options), aggregated(model), disaggregated(model)]
-    yield StartupStage(specs, options.rounds(0.4), logs)
+    yield StartupStage(specs, options.rounds(0.6), logs)
     small = [aggregated(model, POOL_FLAG), disaggregated(model, POOL_FLAG)]
     yield MemoryStage(small, 1, weight_bytes(model), logs)
 

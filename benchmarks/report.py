@@ -16,7 +16,7 @@ PAGE = Path("docs/benchmarks.md")
 DATA = Path("docs/benchmarks")
 
 LEGEND = """× is a ratio of values measured in turns, median (lowest–highest). In the tables below the targets it is to
-the condition that has none, and above 1 is faster; the values themselves follow it, median (lowest–highest)."""
+the condition that has none, and above 1 is better; the values themselves follow it, median (lowest–highest)."""
 
 #: Title and baseline of each stage's table, in the order of the page.
 SECTIONS = {
