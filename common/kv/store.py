@@ -5,8 +5,9 @@ token. Slot `s` is token `s % block_size` of block `s // block_size`. KV lives o
 because they leave over the network.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,10 @@ from common.kv.pool import BlockId
 from common.routing.record import RoutingArray, RoutingLayout
 
 SlotArray = npt.NDArray[np.int64]
+
+#: Consecutive slots, on average, from which on K and V are copied slice by slice: a slice moves at the speed of memory,
+#: but costs some microseconds however short it is. An index costs the same per slot, and more for writing.
+MIN_READ_RUN, MIN_WRITE_RUN = 64, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,34 @@ def slots_of(blocks: Sequence[BlockId], start: int, end: int, block_size: int) -
     """Slots of positions [start, end) of a sequence that owns `blocks`, int64 [end - start]."""
     positions = np.arange(start, end)
     return np.asarray(blocks, np.int64)[positions // block_size] * block_size + positions % block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive slots: numbers [begin, end) of a list of slots are slots `first`, `first` + 1, ..."""
+
+    first: int
+    begin: int
+    end: int
+
+    @property
+    def here(self) -> slice:
+        """Their places in the list."""
+        return slice(self.begin, self.end)
+
+    @property
+    def slots(self) -> slice:
+        """The slots themselves."""
+        return slice(self.first, self.first + self.end - self.begin)
+
+
+def runs_of(slots: SlotArray) -> Iterator[Run]:
+    """The longest runs of consecutive slots, in order. Blocks that follow one another in memory are one run."""
+    if not len(slots):
+        return
+    edges = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    for begin, end in pairwise(edges):
+        yield Run(int(slots[begin]), begin, end)
 
 
 class KVStore:
@@ -86,9 +119,9 @@ class KVStore:
 
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Makes newly allocated blocks blank: zero K and V, no routing row. Masked attention reads zeros, never NaN."""
-        slots = self._block_slots(blocks)
-        self.kv_LCSGD[:, :, torch.from_numpy(slots)] = 0
-        self._row_written[slots] = False
+        for run in runs_of(self._block_slots(blocks)):
+            self.kv_LCSGD[:, :, run.slots] = 0
+            self._row_written[run.slots] = False
 
     def free_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Forgets the rows of freed blocks; with `poison` also ruins their content."""
@@ -99,9 +132,9 @@ class KVStore:
             self._poison(blocks)
 
     def _poison(self, blocks: Iterable[int]) -> None:
-        slots = self._block_slots(list(blocks))
-        self.kv_LCSGD[:, :, torch.from_numpy(slots)] = float("nan")
-        self.rows_SLK[slots] = np.iinfo(self.rows_SLK.dtype).max
+        for run in runs_of(self._block_slots(list(blocks))):
+            self.kv_LCSGD[:, :, run.slots] = float("nan")
+            self.rows_SLK[run.slots] = np.iinfo(self.rows_SLK.dtype).max
 
     def _block_slots(self, blocks: Sequence[int]) -> SlotArray:
         starts = np.asarray(blocks, np.int64) * self.layout.block_size
@@ -114,12 +147,44 @@ class KVStore:
 
     def read_kv(self, slots: SlotArray) -> torch.Tensor:
         """Contiguous host copy [L, C, n, G, D] of the given slots, in order."""
-        return self.kv_LCSGD.index_select(2, torch.from_numpy(slots).to(self.kv_LCSGD.device)).cpu()
+        out_LCNGD = torch.empty(self.kv_shape(len(slots)), dtype=self.layout.dtype)
+        self.read_kv_into(slots, out_LCNGD)
+        return out_LCNGD
+
+    def read_kv_into(self, slots: SlotArray, out_LCNGD: torch.Tensor) -> None:
+        """As `read_kv`, into host memory that is there already."""
+        runs = list(runs_of(slots))
+        if self._is_scattered(len(slots), len(runs), MIN_READ_RUN):
+            self._gather(slots, out_LCNGD)
+            return
+        for run in runs:
+            out_LCNGD[:, :, run.here] = self.kv_LCSGD[:, :, run.slots]
 
     def write_kv(self, slots: SlotArray, kv_LCNGD: torch.Tensor) -> None:
         """Stores [L, C, n, G, D] into the given slots, in order."""
+        runs = list(runs_of(slots))
+        if self._is_scattered(len(slots), len(runs), MIN_WRITE_RUN):
+            device = self.kv_LCSGD.device
+            self.kv_LCSGD.index_copy_(2, torch.from_numpy(slots).to(device), kv_LCNGD.to(device))
+            return
+        for run in runs:
+            self.kv_LCSGD[:, :, run.slots] = kv_LCNGD[:, :, run.here]
+
+    def kv_shape(self, num_tokens: int) -> tuple[int, int, int, int, int]:
+        """[L, C, n, G, D] of so many tokens."""
+        layout = self.layout
+        return layout.num_layers, layout.num_planes, num_tokens, layout.num_kv_heads, layout.head_dim
+
+    def _is_scattered(self, num_slots: int, num_runs: int, min_run: int) -> bool:
+        # On a device every slice would be a transfer of its own.
+        return num_runs > (max(1, num_slots // min_run) if self.kv_LCSGD.device.type == "cpu" else 1)
+
+    def _gather(self, slots: SlotArray, out_LCNGD: torch.Tensor) -> None:
         device = self.kv_LCSGD.device
-        self.kv_LCSGD.index_copy_(2, torch.from_numpy(slots).to(device), kv_LCNGD.to(device))
+        if device.type == "cpu":
+            torch.index_select(self.kv_LCSGD, 2, torch.from_numpy(slots), out=out_LCNGD)
+        else:
+            out_LCNGD.copy_(self.kv_LCSGD.index_select(2, torch.from_numpy(slots).to(device)))
 
     def write_rows(self, slots: SlotArray, rows_NLK: RoutingArray) -> None:
         """Stores one routing row per slot."""
@@ -136,3 +201,16 @@ class KVStore:
             missing = int(np.argmin(self._row_written[slots]))
             raise RoutingMissingError(f"the routing row at offset {missing} of {len(slots)} was never recorded")
         return self.rows_SLK[slots]
+
+    def read_row_range(self, blocks: Sequence[BlockId], start: int, end: int) -> RoutingArray:
+        """Copy [end - start, L, K] of the rows of positions [start, end) of the sequence that owns `blocks`.
+
+        Costs what those positions cost, however many blocks the sequence has. Raises as `read_rows`.
+        """
+        size = self.layout.block_size
+        if end - start == 1:  # the row of a decode step
+            slot = blocks[start // size] * size + start % size
+            if self._row_written[slot]:
+                return self.rows_SLK[slot : slot + 1].copy()
+        first = start // size
+        return self.read_rows(slots_of(blocks[first : -(-end // size)], start - first * size, end - first * size, size))
