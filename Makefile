@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 # Another place to take the torch wheel from, e.g. PIP_ARGS="--index-url URL --extra-index-url URL".
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
+BENCH_ARGS ?=
+PROFILE_ARGS ?=
 
-.PHONY: setup check test test-full demo format proto clean
+.PHONY: setup check test test-full demo bench profile format proto clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +35,15 @@ test-full: setup
 
 demo: setup
 	$(BIN)/python -m deploy.demo
+
+# Beside vLLM, which is installed into .bench/ unless BENCH_VLLM names an environment that has it. Wants an idle machine,
+# and takes half an hour: BENCH_ARGS="--repetitions 3" for less, "--only serving" for one part.
+bench: setup
+	$(BIN)/python -m benchmarks.bench $(BENCH_ARGS)
+	$(if $(BENCH_ARGS),,$(BIN)/python -m benchmarks.scaling)
+
+profile: setup
+	$(BIN)/python -m benchmarks.profiling $(PROFILE_ARGS)
 
 format: setup
 	$(BIN)/ruff check --fix-only .
