@@ -131,7 +131,7 @@ class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings):
     port: Port = Field(0, description="gRPC port; 0 takes a free one.")
     advertise_address: str | None = Field(None, description="Host name or address at which others reach this worker.")
     ready_file: Path | None = Field(None, description="Written, as JSON, once the worker serves.")
-    cpus: CpuList | None = Field(None, description="Cpus that this worker keeps to, e.g. 0-3,8; default: not pinned.")
+    cpus: CpuList | None = Field(None, description="Cpus that its engine keeps to, e.g. 0-3,8; default: not pinned.")
     threads: int | None = Field(None, gt=0, description="Engine threads; default: one per core that it may use.")
 
     @property

@@ -53,7 +53,7 @@ def usable_cores(cpus: str | None = None, *, root: Path = _ROOT, mask: Iterable[
     Raises:
         ConfigError: `cpus` names one that this process may not use.
     """
-    allowed = sorted(mask if mask is not None else _affinity())
+    allowed = sorted(mask if mask is not None else affinity())
     chosen = allowed if cpus is None else _chosen(cpus, allowed)
     quota = _quota(root)
     if quota is not None and quota >= len(chosen):
@@ -70,7 +70,13 @@ def num_cores() -> int:
     return usable_cores().num_threads
 
 
-def pin(cpus: Iterable[int]) -> None:
+def pin_thread(cpus: Iterable[int]) -> None:
+    """Keeps the calling thread, and those that it starts from now on, on these cpus. Linux only."""
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, cpus)
+
+
+def pin_process(cpus: Iterable[int]) -> None:
     """Keeps every thread of this process, and those that they start from now on, on these cpus. Linux only."""
     if sys.platform != "linux":
         return
@@ -81,7 +87,8 @@ def pin(cpus: Iterable[int]) -> None:
             os.sched_setaffinity(int(thread), wanted)
 
 
-def _affinity() -> set[int]:
+def affinity() -> set[int]:
+    """Cpus that the calling thread may run on."""
     return os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
 
 

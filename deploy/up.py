@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from common.config import UpSettings
-from common.cores import pin
+from common.cores import pin_process
 from common.cpu_list import format_cpus, parse_cpus
 from common.errors import STARTUP_EXIT_CODE, ConfigError, StartupError, WorkerLostError
 from common.process import host_port
@@ -167,7 +167,7 @@ def take_cores(plan: ClusterPlan) -> None:
     """
     cores = plan.cores()
     if plan.settings.cpus is not None:
-        pin(parse_cpus(plan.settings.cpus))
+        pin_process(parse_cpus(plan.settings.cpus))
     if plan.has_text_logs:
         print(core_table(plan.worker_names, cores), file=sys.stderr, flush=True)
     for warning in cores.warnings:

@@ -77,13 +77,18 @@ class Engine:
         self._visits = Visits()
         self._load = self._core.load()
         self._num_threads = 1
+        self._prepare: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- life
 
-    def start(self) -> None:
-        """Starts the thread; it computes with the caller's `torch.get_num_threads()`."""
+    def start(self, prepare: Callable[[], None] | None = None) -> None:
+        """Starts the thread; it computes with the caller's `torch.get_num_threads()`.
+
+        `prepare` is called on the thread before anything else, to choose its cpus.
+        """
         self._num_threads = torch.get_num_threads()
+        self._prepare = prepare
         self._thread.start()
 
     def stop(self) -> None:
@@ -283,6 +288,8 @@ class Engine:
         torch.set_num_threads(self._num_threads)
         idle = False
         try:
+            if self._prepare is not None:
+                self._prepare()
             while not self._stopping.is_set():
                 self._take_commands(wait=idle or self._frozen)
                 self._freeze_if_settled()

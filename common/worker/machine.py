@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.config import WorkerSettings
-from common.cores import pin, usable_cores
+from common.config import DecodeSettings, WorkerSettings
+from common.cores import affinity, pin_process, pin_thread, usable_cores
 from common.cpu_list import format_cpus, parse_cpus
 from common.errors import ConfigError
 
@@ -25,14 +25,35 @@ _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY"
 _M_ARENA_MAX, _NUM_ARENAS = -8, 2
 
 
+#: Cpus that this process may use, before it chooses some of them: under `moerelay up` those of the whole cluster.
+_AT_START = frozenset(affinity())
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerCores:
     """Where this process computes."""
 
-    #: Cpus that it may run on, "0-3,8".
+    #: Cpus that its engine may run on, "0-3,8".
     cpus: str
     #: Threads of the engine.
     threads: int
+    #: Its other threads may run on every cpu that the process was started with.
+    spreads: bool = False
+
+    def let_others_go(self) -> None:
+        """Once everything is loaded (into memory near the engine's cpus), and before the engine starts.
+
+        What a decode worker streams costs up to a tenth of its engine's time, and its neighbours' cores are often idle.
+        A prefill worker stays by itself: what it does beside computing is to send KV, and only while it computes, so
+        that its threads would disturb the decode workers just when those are to be left alone.
+        """
+        if self.spreads:
+            pin_process(_AT_START)
+
+    def keep_engine(self) -> None:
+        """Keeps the calling thread, which is the engine's, and those that it starts on `cpus`."""
+        if self.spreads:
+            pin_thread(parse_cpus(self.cpus))
 
 
 def worker_cores(settings: WorkerSettings) -> WorkerCores:
@@ -47,14 +68,15 @@ def worker_cores(settings: WorkerSettings) -> WorkerCores:
         raise ConfigError(
             f"--threads {threads}: this worker has only {len(cores.cpus)} cpus ({format_cpus(cores.cpus)})"
         )
-    return WorkerCores(format_cpus(cores.cpus), threads)
+    spreads = settings.cpus is not None and isinstance(settings, DecodeSettings)
+    return WorkerCores(format_cpus(cores.cpus), threads, spreads)
 
 
 def take_cores(settings: WorkerSettings) -> None:
     """Keeps this process on the cpus of --cpus, if given, and logs what is used."""
     cores = worker_cores(settings)
     if settings.cpus is not None:
-        pin(parse_cpus(settings.cpus))
+        pin_process(parse_cpus(settings.cpus))
     log.info("worker_cores", cpus=cores.cpus, threads=cores.threads, pinned=settings.cpus is not None)
 
 

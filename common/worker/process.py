@@ -26,7 +26,8 @@ def new_instance_id() -> str:
 async def running_engine(core: WorkerCore) -> AsyncIterator[None]:
     """The engine thread, bound to this event loop."""
     core.bridge.start()
-    core.engine.start()
+    core.cores.let_others_go()
+    core.engine.start(core.cores.keep_engine)
     try:
         yield
     finally:

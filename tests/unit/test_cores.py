@@ -126,7 +126,7 @@ def test_under_a_quota_only_chosen_cpus_are_pinned_to(tmp_path: Path) -> None:
 
 def test_a_process_bound_to_one_core_counts_one() -> None:
     core = min(os.sched_getaffinity(0))
-    program = f"from common.cores import num_cores, pin; pin([{core}]); print(num_cores())"
+    program = f"from common.cores import num_cores, pin_thread; pin_thread([{core}]); print(num_cores())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
 

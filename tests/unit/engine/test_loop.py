@@ -223,3 +223,18 @@ def test_the_engine_computes_with_the_threads_of_whoever_starts_it() -> None:
     finally:
         torch.set_num_threads(before)
     assert set(seen) == {before + 3}
+
+
+def test_what_prepares_the_thread_runs_on_it_before_any_step() -> None:
+    consumer = Consumer()
+    order: list[tuple[str, str]] = []
+
+    def look(chunks: Sequence[Chunk]) -> bool:
+        order.append(("step", threading.current_thread().name))
+        return False
+
+    consumer.runner.fails_on = look
+    consumer.engine.start(lambda: order.append(("prepare", threading.current_thread().name)))
+    consumer.receive_until_ended(consumer.submit(make_request("a", PROMPT, greedy(1))))
+    consumer.assert_baseline()
+    assert order[:2] == [("prepare", "engine"), ("step", "engine")]

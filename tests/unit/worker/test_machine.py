@@ -110,3 +110,32 @@ def test_what_was_freed_goes_back_to_the_system() -> None:
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         pytest.skip("this C library gives memory back by itself")
     assert int(done.stdout) > 100
+
+
+SPREADING = """
+import os, threading
+from common.config import {settings}
+from common.worker.machine import take_cores, worker_cores
+cpu = min(os.sched_getaffinity(0))
+everywhere = os.sched_getaffinity(0)
+settings = {settings}(model="m", cpus=str(cpu))
+take_cores(settings)
+cores = worker_cores(settings)
+assert os.sched_getaffinity(0) == {{cpu}}
+cores.let_others_go()
+seen = []
+engine = threading.Thread(target=lambda: (cores.keep_engine(), seen.append(os.sched_getaffinity(0))))
+engine.start()
+engine.join()
+print(seen == [{{cpu}}], os.sched_getaffinity(0) == everywhere)
+"""
+
+
+@linux
+@pytest.mark.parametrize(("settings", "others"), [("DecodeSettings", True), ("PrefillSettings", False)])
+def test_only_decode_workers_stream_from_other_cores(settings: str, others: bool) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("there are no other cores")
+    program = SPREADING.format(settings=settings)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"True {others}"
