@@ -7,6 +7,10 @@ from typing import TypedDict
 from benchmarks.spread import Spread, ratio
 
 
+#: More quantities than this, and than conditions, become rows.
+MOST_COLUMNS = 5
+
+
 @dataclass(frozen=True, slots=True)
 class Quantity:
     """What is measured. `higher_is_better` decides which way a ratio is written: above 1 always means faster."""
@@ -75,21 +79,25 @@ class Samples:
         return ratio(values, baselines) if quantity.higher_is_better else ratio(baselines, values)
 
     def table(self, baseline: str) -> Iterator[str]:
-        """Lines of Markdown: a row per condition; in each cell how many times as fast as `baseline`, and the values.
+        """Lines of Markdown; in each cell how many times as fast as `baseline` a condition is, and the values.
 
-        Both as median (lowest–highest).
+        Both as median (lowest–highest). What is a ratio already ("×") stands alone. A row per condition, or per quantity
+        where there are many of them.
         """
         quantities = list(dict.fromkeys(quantity for values in self._values.values() for quantity in values))
-        yield "| | " + " | ".join(_heading(quantity) for quantity in quantities) + " |"
-        yield "|---" * (len(quantities) + 1) + "|"
-        for condition in self._values:
-            yield f"| {condition} | " + " | ".join(self._cell(condition, baseline, q) for q in quantities) + " |"
+        if len(quantities) > max(len(self._values), MOST_COLUMNS):
+            rows = [[_heading(q), *(self._cell(name, baseline, q) for name in self._values)] for q in quantities]
+            yield from _lines(["", *self._values], rows)
+        else:
+            rows = [[name, *(self._cell(name, baseline, q) for q in quantities)] for name in self._values]
+            yield from _lines(["", *(_heading(quantity) for quantity in quantities)], rows)
 
     def _cell(self, condition: str, baseline: str, quantity: Quantity) -> str:
         values = self._values[condition].get(quantity)
         if not values:
             return "–"
-        if condition == baseline or not self._values.get(baseline, {}).get(quantity):
+        is_ratio = quantity.unit == "×"
+        if is_ratio or condition == baseline or not self._values.get(baseline, {}).get(quantity):
             return str(Spread.of(values))
         return f"×{self.speed_ratio(condition, baseline, quantity)}; {Spread.of(values)}"
 
@@ -108,6 +116,12 @@ class Samples:
             for value in row["values"]:
                 samples.add(row["condition"], Quantity(row["name"], row["unit"], row["higher_is_better"]), value)
         return samples
+
+
+def _lines(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    yield ("| " + " | ".join(head) + " |").replace("|  |", "| |")
+    yield "|---" * len(head) + "|"
+    yield from ("| " + " | ".join(row) + " |" for row in rows)
 
 
 def _heading(quantity: Quantity) -> str:

@@ -29,6 +29,18 @@ def test_above_one_is_faster_whichever_way_a_quantity_goes() -> None:
     ]
 
 
+def test_many_quantities_become_rows_and_ratios_are_not_divided_again() -> None:
+    found = Samples()
+    for name in ("a", "b", "c", "d", "e"):
+        found.add("slow", Quantity(name, "ms", False), 4.0)
+        found.add("fast", Quantity(name, "ms", False), 2.0)
+    found.add("slow", Quantity("grown", "×", False), 3.0)
+    found.add("fast", Quantity("grown", "×", False), 1.5)
+    lines = list(found.table("slow"))
+    assert lines[:3] == ["| | slow | fast |", "|---|---|---|", "| a, ms | 4 (4–4) | ×2 (2–2); 2 (2–2) |"]
+    assert lines[-1] == "| grown, × | 3 (3–3) | 1.5 (1.5–1.5) |"
+
+
 def test_a_plain_ratio_goes_the_way_of_the_values() -> None:
     assert samples().ratio("fast", "slow", "time") == Spread(0.25, 0.25, 0.25)
     assert samples().ratio("fast", "slow", "nothing") is None
