@@ -67,12 +67,11 @@ def _side_by_side(cores: Cores, threads: Sequence[int | None], needs: list[int])
     num_cores = len(cores.cpus_of_core)
     reserved = num_cores >= RESERVE_FROM and _narrowest(cores) == 1 and sum(needs) < num_cores
     counts = _grow(needs, num_cores - reserved)
-    most = [Cores(cores.cpus_of_core[:count]).num_threads for count in counts]
     paid = _paid(cores, len(threads))
     shares, start = [], 0
-    for count, wanted, limit, quota in zip(counts, threads, most, paid, strict=True):
+    for count, wanted, quota in zip(counts, threads, paid, strict=True):
         mine = cores.cpus_of_core[start : start + count]
-        shares.append(Share(Cores(mine).cpus, wanted or min(limit, quota)))
+        shares.append(Share(Cores(mine).cpus, wanted or min(count, quota)))
         start += count
     return CorePlan(tuple(shares), _over_quota(cores, shares))
 
