@@ -2,23 +2,20 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.engine.sequence import SequenceState
 from common.engine.step_times import StepWork, num_pairs
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """Positions [start, end) of one sequence, to be forwarded in the next step."""
 
     sequence: SequenceState
     start: int
     end: int
-
-    @property
-    def samples(self) -> bool:
-        """The last known token is forwarded, so that the next one can be sampled."""
-        return self.end == len(self.sequence.token_ids)
+    #: The last known token is forwarded, so that the next one can be sampled.
+    samples: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Round:
             if not self.budget:
                 return
             end = len(sequence.token_ids)
-            self._chunks.append(ScheduledChunk(sequence, end - 1, end))
+            self._chunks.append(ScheduledChunk(sequence, end - 1, end, samples=True))
             self.budget -= 1
             self._decode_tokens += 1
             self._decode_pairs += end
@@ -60,10 +57,10 @@ class Round:
         """Gives each all tokens that it can forward, or what is left of `budget`, a part of the round's."""
         self.budget -= budget
         for sequence in sequences:
-            start = sequence.num_computed
-            end = min(len(sequence.token_ids), start + budget)
+            start, known = sequence.num_computed, len(sequence.token_ids)
+            end = min(known, start + budget)
             if start < end:
-                self._chunks.append(ScheduledChunk(sequence, start, end))
+                self._chunks.append(ScheduledChunk(sequence, start, end, samples=end == known))
                 budget -= end - start
                 self._prompt_tokens += end - start
                 self._prompt_pairs += num_pairs(start, end)

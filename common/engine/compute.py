@@ -1,8 +1,8 @@
 """Computes one scheduled batch: forward pass, sampling, and who gets which result. No state, no bookkeeping."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from common.prompt_logprobs import PromptLogprobs, empty
 from common.sampling import SampledToken
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedChunk:
+class ComputedChunk(NamedTuple):
     """One chunk and what it brought."""
 
     chunk: ScheduledChunk
@@ -49,17 +48,12 @@ def compute(
 
 
 def _as_chunk(scheduled: ScheduledChunk) -> Chunk:
-    sequence, num_top = scheduled.sequence, _num_top(scheduled.sequence)
+    sequence, start, end, samples = scheduled
+    num_top = _num_top(sequence)
     # The logits at a position tell the token after it; the one after the prompt is sampled, not scored.
-    targets = sequence.request.prompt[scheduled.start + 1 : scheduled.end + 1]
+    targets = () if num_top is None else sequence.request.prompt[start + 1 : end + 1]
     return Chunk(
-        token_ids=sequence.token_ids[scheduled.start : scheduled.end],
-        start=scheduled.start,
-        blocks=sequence.blocks,
-        wants_logits=scheduled.samples,
-        wants_rows=sequence.wants_rows,
-        score_targets=() if num_top is None else targets,
-        num_top=num_top or 0,
+        sequence.token_ids[start:end], start, sequence.blocks, samples, sequence.wants_rows, targets, num_top or 0
     )
 
 
@@ -94,9 +88,10 @@ def _computed(
     results: list[SampledToken | MoerelayError],
     scores: Iterator[PromptLogprobs],
 ) -> ComputedChunk:
-    errors = [r for r in results if isinstance(r, MoerelayError)]
-    tokens = () if errors else tuple(r for r in results if isinstance(r, SampledToken))
-    return ComputedChunk(scheduled, tokens, errors[0] if errors else None, _prompt_logprobs(scheduled, chunk, scores))
+    tokens, error = tuple(r for r in results if isinstance(r, SampledToken)), None
+    if len(tokens) < len(results):
+        tokens, error = (), next(r for r in results if isinstance(r, MoerelayError))
+    return ComputedChunk(scheduled, tokens, error, _prompt_logprobs(scheduled, chunk, scores))
 
 
 def _prompt_logprobs(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from common.engine.batch import ScheduledBatch
 from common.engine.pace import Pace
-from common.engine.request import Work
+from common.engine.request import EngineRequest, Work
 from common.engine.sequence import Phase, SequenceState
 from common.engine.step_times import StepWork
 from common.model.batch import Chunk
@@ -32,9 +32,10 @@ def forecast(
             if sequence.phase is not Phase.LEASED:
                 prompts.append((sequence, sequence.num_computed if chunk is None else chunk.end))
             continue
-        if _leaves(sequence):
+        num_generated = sequence.num_generated
+        if _leaves(sequence.request, num_generated):
             continue
-        if _is_forked_after(sequence) or chunk.end >= len(sequence.blocks) * block_size:
+        if chunk.end >= len(sequence.blocks) * block_size or _is_forked_after(sequence.request, num_generated):
             return []
         decodes.append(_chunk(sequence, chunk.end, chunk.end + 1, samples=True))
     if not prompts:
@@ -55,15 +56,14 @@ def _parts(prompts: Iterable[tuple[SequenceState, int]], budget: int) -> list[Ch
     return chunks
 
 
-def _leaves(sequence: SequenceState) -> bool:
+def _leaves(request: EngineRequest, num_generated: int) -> bool:
     """With the token that the batch brings: the last one, or one that another worker goes on from."""
-    request = sequence.request
-    return request.work is Work.PREFILL or sequence.num_generated + 1 >= request.sampling.max_tokens
+    return request.work is Work.PREFILL or num_generated + 1 >= request.sampling.max_tokens
 
 
-def _is_forked_after(sequence: SequenceState) -> bool:
+def _is_forked_after(request: EngineRequest, num_generated: int) -> bool:
     """The token is the first of several choices, which all want to come in."""
-    return sequence.num_generated == 0 and sequence.request.sampling.n > 1
+    return num_generated == 0 and request.sampling.n > 1
 
 
 def _chunk(sequence: SequenceState, start: int, end: int, *, samples: bool) -> Chunk:

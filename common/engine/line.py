@@ -12,6 +12,9 @@ class WaitingLine:
     def __init__(self) -> None:
         self._sequences: list[SequenceState] = []
 
+    def __len__(self) -> int:
+        return len(self._sequences)
+
     def __iter__(self) -> Iterator[SequenceState]:
         return iter(self._sequences)
 

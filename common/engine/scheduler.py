@@ -65,6 +65,8 @@ class Scheduler:
         self._block_size = cache.block_size
         self._live: dict[RequestId, ChoiceGroup] = {}
         self._num_arrived = 0
+        #: Sequences that are PREFILLED.
+        self._num_held = 0
         self._line = WaitingLine()
         #: Sequences that take part in steps, or will without waiting again; in order of admission.
         self._seated: dict[SequenceState, None] = {}
@@ -214,6 +216,7 @@ class Scheduler:
     def hold(self, sequence: SequenceState) -> None:
         """The prompt is computed; blocks stay, the seat is free for somebody else."""
         sequence.phase = Phase.PREFILLED
+        self._num_held += 1
         del self._seated[sequence]
 
     # --- ends
@@ -222,6 +225,8 @@ class Scheduler:
         """Forgets one sequence, whatever its phase; returns the blocks that nobody holds any more."""
         if sequence.phase in _IN_LINE:
             self._line.remove(sequence)
+        elif sequence.phase is Phase.PREFILLED:
+            self._num_held -= 1
         if sequence.phase is Phase.PREEMPTED:
             self._swap.give_back(sequence)
         self._seated.pop(sequence, None)
@@ -255,12 +260,12 @@ class Scheduler:
         return any(s.phase is Phase.RECOMPUTING for s in self._seated) or any(_lacks_kv(s) for s in self._line)
 
     def load(self) -> EngineLoad:
-        phases = [s.phase for group in self._live.values() for s in group.sequences.values()]
+        num_leased = sum(s.phase is Phase.LEASED for s in self._seated)
         return EngineLoad(
-            running=sum(p in _COMPUTING for p in phases),
-            waiting=sum(p in _IN_LINE for p in phases),
-            preempted=phases.count(Phase.PREEMPTED),
-            handoffs=phases.count(Phase.LEASED) + phases.count(Phase.PREFILLED),
+            running=len(self._seated) - num_leased,
+            waiting=len(self._line),
+            preempted=sum(s.phase is Phase.PREEMPTED for s in self._line),
+            handoffs=num_leased + self._num_held,
             kv_blocks_used=self._pool.num_used,
             kv_blocks_cached=self._pool.num_cached,
             kv_blocks_total=self._pool.num_usable_blocks,
@@ -279,6 +284,8 @@ class Scheduler:
             found.append("the waiting line and the waiting sequences differ")
         if set(self._seated) != {s for s in sequences if s.phase in (*_COMPUTING, Phase.LEASED)}:
             found.append("the seated and the running sequences differ")
+        if self._num_held != sum(s.phase is Phase.PREFILLED for s in sequences):
+            found.append(f"{self._num_held} sequences count as held for a handoff, which is not so")
         if len(self._seated) > self._limits.num_seats:
             found.append(f"{len(self._seated)} sequences are seated where {self._limits.num_seats} may be")
         return found

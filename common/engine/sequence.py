@@ -64,6 +64,7 @@ class SequenceState:
         "matcher",
         "num_cached",
         "num_computed",
+        "num_prompt",
         "num_shared",
         "phase",
         "request",
@@ -71,6 +72,7 @@ class SequenceState:
         "saved",
         "token_ids",
         "urgency",
+        "wants_rows",
         "weights",
     )
 
@@ -82,6 +84,8 @@ class SequenceState:
         self.choice = 0
         self.phase = Phase.WAITING
         self.token_ids = list(request.prompt)
+        self.num_prompt = len(request.prompt)
+        self.wants_rows = request.routing_start is not None
         self.blocks: tuple[BlockId, ...] = ()
         self.num_shared = 0
         self.num_cached = 0
@@ -107,16 +111,8 @@ class SequenceState:
         return sibling
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt)
-
-    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
-
-    @property
-    def wants_rows(self) -> bool:
-        return self.request.routing_start is not None
 
     @property
     def num_forwarded(self) -> int:

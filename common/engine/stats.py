@@ -41,11 +41,18 @@ class EngineStats:
 
     def count(self, batch: ScheduledBatch) -> None:
         """A step has computed the batch, whose sequences have not moved on yet."""
+        num_decodes, num_rows = batch.work.decode_tokens, 0
+        for sequence, start, end, samples in batch.chunks:
+            num_tokens = end - start
+            if sequence.wants_rows:
+                num_rows += num_tokens
+            if sequence.phase is Phase.PREFILLING:
+                self.prompt_tokens_computed += num_tokens
+                self.generated_tokens += samples * sequence.request.sampling.n
+            elif sequence.phase is Phase.RECOMPUTING:
+                self.recomputed_tokens += num_tokens
+                self.generated_tokens += samples
         self.steps += 1
-        self.decode_steps += any(c.sequence.phase is Phase.DECODING for c in batch.chunks)
-        for chunk in batch.chunks:
-            num_tokens, sequence = chunk.end - chunk.start, chunk.sequence
-            self.prompt_tokens_computed += num_tokens * (sequence.phase is Phase.PREFILLING)
-            self.recomputed_tokens += num_tokens * (sequence.phase is Phase.RECOMPUTING)
-            self.generated_tokens += chunk.samples * (1 if sequence.num_generated else sequence.request.sampling.n)
-            self.routing_rows_captured += num_tokens * sequence.wants_rows
+        self.decode_steps += num_decodes > 0
+        self.generated_tokens += num_decodes
+        self.routing_rows_captured += num_rows
