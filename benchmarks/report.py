@@ -10,7 +10,7 @@ from benchmarks.spread import Spread
 from benchmarks.stages import conversation
 from benchmarks.stages.names import AGGREGATED, AGGREGATED_OFF, AGGREGATED_SERVER, DISAGGREGATED, PEER, PEER_SERVER
 from benchmarks.table import Samples
-from benchmarks.targets import Results, Target, table
+from benchmarks.targets import RAW, Results, Target, table
 
 PAGE = Path("docs/benchmarks.md")
 DATA = Path("docs/benchmarks")
@@ -27,7 +27,7 @@ SECTIONS = {
     "memory": ("Memory of a worker", AGGREGATED_SERVER),
     "conversation": ("A long conversation", conversation.ROWS_OFF),
     "handoff latency": ("Handoff: latency", DISAGGREGATED),
-    "handoff": ("Handoff: rate", "pyzmq, copy=False, ipc"),
+    "handoff": ("Handoff: rate", RAW),
     "exactness": ("Cost of exactness", "inexact"),
     "router": ("Router", "raw aiohttp writer"),
     "idle": ("Servers that nobody asks anything", PEER_SERVER),

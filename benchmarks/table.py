@@ -6,7 +6,6 @@ from typing import TypedDict
 
 from benchmarks.spread import Spread, ratio
 
-
 #: More quantities than this, and than conditions, become rows.
 MOST_COLUMNS = 5
 
@@ -81,8 +80,8 @@ class Samples:
     def table(self, baseline: str) -> Iterator[str]:
         """Lines of Markdown; in each cell how many times as fast as `baseline` a condition is, and the values.
 
-        Both as median (lowest–highest). What is a ratio already ("×") stands alone. A row per condition, or per quantity
-        where there are many of them.
+        Both as median (lowest–highest). What is a ratio already ("×") stands alone. A row per condition, or per
+        quantity where there are many of them.
         """
         quantities = list(dict.fromkeys(quantity for values in self._values.values() for quantity in values))
         if len(quantities) > max(len(self._values), MOST_COLUMNS):

@@ -5,6 +5,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,11 @@ def read_router(report: Any) -> Samples:
 
 
 def read_handoff(report: Any) -> Samples:
-    """Of `benchmarks.handoff`, which has samples per transport: conditions are named after both."""
+    """Of `benchmarks.handoff`, which has samples per transport: quantities are named after both."""
     samples = Samples()
     for transport, rows in report.items():
         for condition, quantity, value in Samples.from_json(rows).each():
-            samples.add(f"{condition}, {transport}", quantity, value)
+            samples.add(condition, replace(quantity, name=f"{quantity.name}, {transport}"), value)
     return samples
 
 

@@ -60,8 +60,8 @@ def test_the_router_s_report() -> None:
 def test_the_handoff_s_report() -> None:
     series = {"condition": "handoff", "name": "512 tokens", "unit": "GB/s", "higher_is_better": True, "values": [1.5]}
     samples = read_handoff({"ipc": [series], "tcp": [{**series, "values": [0.5]}]})
-    assert samples.values("handoff, ipc", "512 tokens") == [1.5]
-    assert samples.values("handoff, tcp", "512 tokens") == [0.5]
+    assert samples.values("handoff", "512 tokens, ipc") == [1.5]
+    assert samples.values("handoff", "512 tokens, tcp") == [0.5]
 
 
 def test_results_have_no_digits_that_mean_nothing() -> None:
