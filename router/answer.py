@@ -10,11 +10,13 @@ from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken, TokenLogprob
 from router.choice import VersionSpans
 from router.forms import (
+    Base64,
     ChoiceLogprobs,
     GenerateResponse,
     GenerateResponseChoice,
     GenerateResponseStreamChoice,
     GenerateStreamResponse,
+    Json,
     Logprob,
     PromptLogprob,
     PromptLogprobEntry,
@@ -59,7 +61,7 @@ class GenerateDialect:
     def max_event_bytes(self) -> int:
         return self._options.max_event_bytes or self.settings.max_event_bytes
 
-    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
+    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> Json:
         scores = job.prompt_logprobs(job.plans[0])
         return to_json(
             GenerateResponse(
@@ -86,10 +88,10 @@ class GenerateDialect:
             weight_versions=weight_versions(outcome.state.versions),
         )
 
-    def opening(self, job: Job) -> Sequence[bytes]:
+    def opening(self, job: Job) -> Sequence[Json]:
         return ()
 
-    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes:
+    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> Json:
         finish = piece.finish
         choice = GenerateResponseStreamChoice(
             index=state.index,
@@ -110,7 +112,7 @@ class GenerateDialect:
             )
         )
 
-    def closing(self, job: Job) -> Sequence[bytes]:
+    def closing(self, job: Job) -> Sequence[Json]:
         if not self._options.include_usage:
             return ()
         usage = job.count.usage()
@@ -121,7 +123,7 @@ class GenerateDialect:
         return token_bytes(token, "")
 
 
-def rows_of(piece: Piece, form: RowsForm) -> str | RoutedExperts | None:
+def rows_of(piece: Piece, form: RowsForm) -> Base64 | RoutedExperts | None:
     """The piece's rows in the given form, null if it carries none."""
     rows_TLK = piece.rows_TLK
     return None if rows_TLK is None else format_rows(rows_TLK, piece.rows_start, form)

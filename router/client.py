@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from aiohttp import web
 from structlog import get_logger
 
+from router.forms import Json
+
 #: What is written in one piece; also what aiohttp lets pile up before it waits for the client.
 MAX_WRITE_BYTES = 64 * 1024
 
@@ -98,11 +100,11 @@ class ClientWriter:
 
 
 async def send_json(
-    request: web.Request, body: bytes, headers: dict[str, str], stall_limit_s: float
+    request: web.Request, body: Json, headers: dict[str, str], stall_limit_s: float
 ) -> web.StreamResponse:
     """Answers with a JSON body of any size; returns when the client has taken all but the end of it."""
     response = web.StreamResponse(headers={"Content-Type": "application/json"} | headers)
-    response.content_length = len(body)
+    response.content_length = sum(map(len, body))
     client = ClientWriter(request, response, stall_limit_s)
-    await client.write(body)
+    await client.write(*body)
     return await client.close()

@@ -4,6 +4,9 @@ Each stands for the model of the same name in `response_schemas`, which says wha
 in the same order. What is in them was made by the router itself, once per event of every stream.
 """
 
+import secrets
+from itertools import count
+
 import msgspec
 
 #: By vocabulary id, as a decimal string; None at position 0.
@@ -47,7 +50,7 @@ class WeightVersion(Form, frozen=True, gc=False):
 
 
 class RoutedExperts(Form, frozen=True, gc=False):
-    data: str
+    data: "Base64"
     shape: list[int]
     dtype: str
     start: int
@@ -65,7 +68,7 @@ class _Choice(Form, frozen=True, gc=False):
     finish_reason: str | None
     stop_reason: int | str | None
     logprobs: ChoiceLogprobs | None
-    routed_experts: str | RoutedExperts | None
+    routed_experts: "Base64 | RoutedExperts | None"
     sampling_mask: list[list[int]] | None
     weight_versions: list[WeightVersion] | None
 
@@ -95,9 +98,48 @@ class GenerateStreamResponse(Form, frozen=True, gc=False):
     choices: list[GenerateResponseStreamChoice]
 
 
-_ENCODER = msgspec.json.Encoder()
+#: JSON as it is written to a client: not joined, because some of it may be large.
+Json = tuple[bytes, ...]
+
+#: From here on a text is not copied into the JSON around it: that would stop every other thread for as long.
+LARGE_TEXT_BYTES = 512 * 1024
+
+#: Stands for a large text while the JSON around it is encoded; nobody can guess it, so that no text contains it.
+_MARK = secrets.token_hex(16)
+_MARK_BYTES = _MARK.encode()
+
+_parked: dict[int, bytes] = {}
+_numbers = count()
 
 
-def to_json(answer: Form | list[Form]) -> bytes:
+class LargeText:
+    """Text without anything that JSON escapes, as base64."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+
+#: What base64 is in an answer.
+Base64 = str | LargeText
+
+
+def _park(found: object) -> str:
+    """What the encoder writes for a LargeText. Several threads may encode at the same time."""
+    if not isinstance(found, LargeText):
+        raise TypeError(f"{type(found).__name__} has no JSON form")
+    number = next(_numbers)
+    _parked[number] = found.text
+    return f"{_MARK}{number}{_MARK}"
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_park)
+
+
+def to_json(answer: Form | list[Form]) -> Json:
     """Compact JSON in UTF-8, fields in their order."""
-    return _ENCODER.encode(answer)
+    encoded = _ENCODER.encode(answer)
+    if _MARK_BYTES not in encoded:
+        return (encoded,)
+    parts = encoded.split(_MARK_BYTES)
+    parts[1::2] = [_parked.pop(int(number)) for number in parts[1::2]]
+    return tuple(parts)

@@ -8,7 +8,7 @@ from common.prompt_logprobs import PromptLogprobs, from_bytes
 from common.sampling import Finish, FinishReason, SampledToken
 from router.choice import VersionSpans
 from router.chunk import Chunk
-from router.forms import PromptTokensDetails, Usage
+from router.forms import Json, PromptTokensDetails, Usage
 from router.metrics import RequestClock
 from router.plan import ModelLimits, Plan
 from router.stitch import Piece
@@ -130,22 +130,22 @@ class Dialect(Protocol):
         """Largest event of a delta stream."""
         ...
 
-    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
+    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> Json:
         """JSON of a whole answer; `outcomes` in the order of their indices. May run in a thread."""
         ...
 
-    def opening(self, job: Job) -> Sequence[bytes]:
+    def opening(self, job: Job) -> Sequence[Json]:
         """Events before the first piece of any choice."""
         ...
 
-    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes | None:
+    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> Json | None:
         """JSON of what one piece of a choice brings; None if it says nothing to this dialect's clients.
 
         `first`: it is the stream's first event. May run in a thread.
         """
         ...
 
-    def closing(self, job: Job) -> Sequence[bytes]:
+    def closing(self, job: Job) -> Sequence[Json]:
         """Events after the last choice has ended."""
         ...
 

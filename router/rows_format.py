@@ -3,11 +3,12 @@
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import pybase64
 
-from common.routing.codec import numpy2base64
+from common.routing.codec import npy_header, numpy2base64
 from common.routing.record import RoutingArray
-from router.forms import RoutedExperts
+from router.forms import LARGE_TEXT_BYTES, Base64, LargeText, RoutedExperts
 
 RowsForm = Literal["npy", "dict", "skyrl"]
 
@@ -15,14 +16,14 @@ RowsForm = Literal["npy", "dict", "skyrl"]
 _SKYRL_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int32))
 
 
-def format_rows(rows_TLK: RoutingArray, start: int, form: RowsForm) -> str | RoutedExperts:
+def format_rows(rows_TLK: RoutingArray, start: int, form: RowsForm) -> Base64 | RoutedExperts:
     """Rows of positions [start, start + T).
 
     With "skyrl" the dtype is the smallest of uint8, int16 and int32 that holds the values of this very array; else it
     is the model's.
     """
     if form == "npy":
-        return numpy2base64(rows_TLK)
+        return _npy(rows_TLK)
     return payload(rows_TLK.astype(_smallest(rows_TLK)) if form == "skyrl" else rows_TLK, start)
 
 
@@ -30,11 +31,26 @@ def payload(rows_TLK: RoutingArray, start: int) -> RoutedExperts:
     """The object form, in the array's own dtype."""
     little_endian = np.ascontiguousarray(rows_TLK, rows_TLK.dtype.newbyteorder("<"))
     return RoutedExperts(
-        data=pybase64.b64encode_as_string(little_endian.tobytes()),
+        data=base64_of(little_endian),
         shape=list(rows_TLK.shape),
         dtype=rows_TLK.dtype.name,
         start=start,
     )
+
+
+def _npy(rows_TLK: RoutingArray) -> Base64:
+    if rows_TLK.nbytes < LARGE_TEXT_BYTES:
+        return numpy2base64(rows_TLK)
+    contiguous = np.ascontiguousarray(rows_TLK)
+    header = np.frombuffer(npy_header(contiguous.dtype, contiguous.shape), np.uint8)
+    return base64_of(np.concatenate([header, contiguous.reshape(-1).view(np.uint8)]))
+
+
+def base64_of(array: npt.NDArray[np.generic]) -> Base64:
+    """Of a C-order array's bytes. numpy and pybase64 let other threads run while they work on what is large."""
+    if array.nbytes < LARGE_TEXT_BYTES:
+        return pybase64.b64encode_as_string(array.tobytes())
+    return LargeText(pybase64.b64encode(array.reshape(-1).view(np.uint8).data))
 
 
 def _smallest(rows_TLK: RoutingArray) -> np.dtype[np.integer]:

@@ -15,6 +15,7 @@ from common.sampling import Finish, FinishReason
 from router.choice import ChoiceReader, ReadChunk, VersionSpans
 from router.chunk import Chunk
 from router.client import send_json
+from router.forms import Json
 from router.job import REQUEST_ID_HEADER, ChoiceState, Dialect, Job, Outcome, TokenCount
 from router.keys import FLEET, GRAMMARS, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT
 from router.metrics import RequestClock
@@ -176,7 +177,7 @@ class _Stream:
             await self._events.send(event)
         return await self._events.finish()
 
-    async def _event(self, choice: _Choice, piece: Piece, first: bool) -> bytes | None:
+    async def _event(self, choice: _Choice, piece: Piece, first: bool) -> Json | None:
         choice.count(piece)
         encode = partial(self._dialect.event, self._job, choice.state, piece, first=first)
         event = await encoded(self._estimate(choice.state, piece), encode)
@@ -206,8 +207,8 @@ class _Stream:
         )
         no_rows: RoutingArray = self._job.limits.layout.empty(0)
         piece = Piece(rows=(no_rows,), rows_start=long, finish=Finish(FinishReason.LENGTH, stop_string=_longest(plan)))
-        event = self._dialect.event(self._job, state, piece, first=first) or b""
-        return len(event) - len(numpy2base64(no_rows)) + ENVELOPE_SLACK_BYTES
+        event = self._dialect.event(self._job, state, piece, first=first) or ()
+        return sum(map(len, event)) - len(numpy2base64(no_rows)) + ENVELOPE_SLACK_BYTES
 
 
 def _longest(plan: Plan) -> str:

@@ -8,9 +8,10 @@ from aiohttp import web
 from common.errors import MoerelayError
 from router.client import ClientWriter
 from router.errors import error_body
+from router.forms import Json
 
 #: Makes the JSON of one event, or None if there is nothing to tell; is told whether it is the stream's first.
-MakeEvent = Callable[[bool], Awaitable[bytes | None]]
+MakeEvent = Callable[[bool], Awaitable[Json | None]]
 
 #: Bytes around an event's JSON.
 FRAMING_BYTES = len(b"data: \n\n")
@@ -23,9 +24,9 @@ _HEADERS = {
 }
 
 
-def _framed(json: bytes) -> tuple[bytes, bytes, bytes]:
-    """One event, not joined, because it may be large; `json` has no newline."""
-    return b"data: ", json, b"\n\n"
+def _framed(json: Json) -> Json:
+    """One event; `json` has no newline."""
+    return (b"data: ", *json, b"\n\n")
 
 
 class EventStream:
@@ -43,7 +44,7 @@ class EventStream:
         """Whether the status line has gone out, after which an error can only be an event."""
         return self._response.prepared
 
-    async def send(self, json: bytes) -> None:
+    async def send(self, json: Json) -> None:
         """Returns when the client has room for more. Raises ConnectionResetError if it left."""
         async with self._lock:
             self._started = True
@@ -59,12 +60,12 @@ class EventStream:
 
     async def finish(self) -> web.StreamResponse:
         """Closes a complete stream."""
-        await self.send(b"[DONE]")
+        await self.send((b"[DONE]",))
         return await self._client.close()
 
     async def fail(self, error: MoerelayError) -> web.StreamResponse:
         """Closes a broken stream, and the connection: no finish reason, no [DONE]."""
-        await self.send(error_body(error))
+        await self.send((error_body(error),))
         self._response.force_close()
         return await self._client.close()
 

@@ -18,12 +18,12 @@ def numpy2base64(array: npt.NDArray[np.generic]) -> str:
         ValueError: the dtype is object.
     """
     contiguous = np.ascontiguousarray(array)
-    return pybase64.b64encode_as_string(_npy_header(contiguous.dtype, contiguous.shape) + contiguous.tobytes())
+    return pybase64.b64encode_as_string(npy_header(contiguous.dtype, contiguous.shape) + contiguous.tobytes())
 
 
 #: Shapes of a stream's events are few: rows of one token, of a burst, of a prompt's chunk.
 @lru_cache(maxsize=1024)
-def _npy_header(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
+def npy_header(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
     """What `np.save` writes before the data of a C-order array."""
     if dtype.hasobject:
         raise ValueError("an array of Python objects has no .npy form without pickle")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from common.sampling import SampledToken, TokenLogprob
 from router.answer import finite, masks_of, weight_versions
-from router.forms import to_json
+from router.forms import Json, to_json
 from router.job import ChoiceState, Job, Outcome
 from router.openai.dialect import OpenAIDialect
 from router.openai.forms import (
@@ -31,7 +31,7 @@ class ChatDialect(OpenAIDialect):
     body: ChatCompletionRequest
     prefix: str
 
-    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
+    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> Json:
         (plan,) = job.plans
         return to_json(
             ChatCompletionResponse(
@@ -59,7 +59,7 @@ class ChatDialect(OpenAIDialect):
             weight_versions=weight_versions(outcome.state.versions),
         )
 
-    def opening(self, job: Job) -> Sequence[bytes]:
+    def opening(self, job: Job) -> Sequence[Json]:
         """One event per choice that names the role, in the order of the choices.
 
         The official client's accumulator relies on both: it counts the logprobs of an event twice that begins a choice
@@ -84,7 +84,7 @@ class ChatDialect(OpenAIDialect):
         prompt = self._prompt_ids(plan.token_ids)
         return [self._chunk(job, choice, None if choice.index else prompt) for choice in choices]
 
-    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes | None:
+    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> Json | None:
         if self._is_silent(state, piece):
             return None
         finish = piece.finish
@@ -101,7 +101,7 @@ class ChatDialect(OpenAIDialect):
         )
         return self._chunk(job, choice)
 
-    def _chunk(self, job: Job, choice: ChatStreamChoice, prompt_token_ids: list[int] | None = None) -> bytes:
+    def _chunk(self, job: Job, choice: ChatStreamChoice, prompt_token_ids: list[int] | None = None) -> Json:
         return to_json(
             ChatCompletionChunk(
                 id=job.request_id,
@@ -113,7 +113,7 @@ class ChatDialect(OpenAIDialect):
             )
         )
 
-    def closing(self, job: Job) -> Sequence[bytes]:
+    def closing(self, job: Job) -> Sequence[Json]:
         if not self.body.options.include_usage:
             return ()
         event = ChatCompletionChunk(

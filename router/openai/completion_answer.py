@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from common.errors import InternalError
 from common.sampling import FinishReason, TokenLogprob
 from router.answer import finite, masks_of, own_first, weight_versions
-from router.forms import to_json
+from router.forms import Json, to_json
 from router.job import ChoiceState, Job, Outcome
 from router.openai.dialect import OpenAIDialect
 from router.openai.forms import (
@@ -30,7 +30,7 @@ class CompletionDialect(OpenAIDialect):
     #: By choice, characters of the tokens that earlier events have spelled.
     _num_spelled: dict[int, int] = field(default_factory=dict)
 
-    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
+    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> Json:
         return to_json(
             CompletionResponse(
                 id=job.request_id,
@@ -57,7 +57,7 @@ class CompletionDialect(OpenAIDialect):
             weight_versions=weight_versions(state.versions),
         )
 
-    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes | None:
+    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> Json | None:
         """The prompt is echoed with the first token, when its logprobs are there, or with the end if none came."""
         begins = state.num_tokens == len(piece.tokens) and bool(piece.tokens or piece.finish)
         if self._is_silent(state, piece) and not (begins and self.echoes):
@@ -85,7 +85,7 @@ class CompletionDialect(OpenAIDialect):
             )
         )
 
-    def closing(self, job: Job) -> Sequence[bytes]:
+    def closing(self, job: Job) -> Sequence[Json]:
         if not self.body.options.include_usage:
             return ()
         usage = job.count.usage()

@@ -7,7 +7,7 @@ from common.config import RouterSettings
 from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken
 from router.answer import masks_of, prompt_logprob_entries, rows_of
-from router.forms import PromptLogprobEntry, RoutedExperts, Usage
+from router.forms import Base64, Json, PromptLogprobEntry, RoutedExperts, Usage
 from router.job import ChoiceState, Job, RowsMode
 from router.openai.fields import OpenAIRequest
 from router.openai.token_words import TokenWords
@@ -35,13 +35,13 @@ class OpenAIDialect:
     def max_event_bytes(self) -> int:
         return self.body.options.max_event_bytes or self.settings.max_event_bytes
 
-    def opening(self, job: Job) -> Sequence[bytes]:
+    def opening(self, job: Job) -> Sequence[Json]:
         return ()
 
     def token_bytes(self, token: SampledToken, text: str) -> int:
         return self.words.event_bytes(token, text)
 
-    def _rows(self, piece: Piece) -> str | RoutedExperts | None:
+    def _rows(self, piece: Piece) -> Base64 | RoutedExperts | None:
         return rows_of(piece, self.body.routed_experts_format or "npy")
 
     def _ids(self, tokens: Sequence[SampledToken]) -> list[int] | None:

@@ -1,6 +1,6 @@
 """The structs of the OpenAI endpoints' answers, as `router.forms`; `responses` has the models of the same names."""
 
-from router.forms import Form, PromptLogprobEntry, RoutedExperts, Usage, WeightVersion
+from router.forms import Base64, Form, PromptLogprobEntry, RoutedExperts, Usage, WeightVersion
 
 
 class CompletionLogprobs(Form, frozen=True, gc=False):
@@ -15,7 +15,7 @@ class _Choice(Form, frozen=True, gc=False):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | None
-    routed_experts: str | RoutedExperts | None
+    routed_experts: Base64 | RoutedExperts | None
     sampling_mask: list[list[int]] | None
     weight_versions: list[WeightVersion] | None
 

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import pybase64
 from msgspec import UNSET, UnsetType
 
 from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
 from common.sampling import Finish, FinishReason, SampledToken, TokenLogprob
 from router.answer import finite, weight_versions
-from router.forms import to_json
+from router.forms import Base64, Json, to_json
 from router.job import ChoiceState, Job, Outcome, RowsMode
 from router.plan import Plan
+from router.rows_format import base64_of
 from router.sglang.forms import SglangFinishReason, SglangMetaInfo, SglangOutput
 from router.sglang.response_schemas import InputLogprobTriple, LogprobTriple
 from router.stitch import Piece, token_bytes
@@ -72,17 +72,17 @@ class SglangDialect:
     def is_cumulative(self) -> bool:
         return True
 
-    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> bytes:
+    def whole(self, job: Job, outcomes: Sequence[Outcome]) -> Json:
         outputs = [self._output(job, outcome.state, outcome.piece) for outcome in outcomes]
         return to_json(list(outputs) if self.options.batch else outputs[0])
 
-    def opening(self, job: Job) -> Sequence[bytes]:
+    def opening(self, job: Job) -> Sequence[Json]:
         return ()
 
-    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> bytes:
+    def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> Json:
         return to_json(self._output(job, state, piece, state.index if self.options.batch else UNSET))
 
-    def closing(self, job: Job) -> Sequence[bytes]:
+    def closing(self, job: Job) -> Sequence[Json]:
         return ()
 
     def token_bytes(self, token: SampledToken, text: str) -> int:
@@ -141,9 +141,9 @@ class SglangDialect:
             meta.input_top_logprobs = top
 
 
-def flat_int32(rows_TLK: RoutingArray) -> str:
-    """Base64 of little-endian int32 in C order, without a header."""
-    return pybase64.b64encode_as_string(np.ascontiguousarray(rows_TLK, np.dtype("<i4")).tobytes())
+def flat_int32(rows_TLK: RoutingArray) -> Base64:
+    """Of little-endian int32 in C order, without a header."""
+    return base64_of(np.ascontiguousarray(rows_TLK, np.dtype("<i4")))
 
 
 def _finish_reason(finish: Finish, token_ids: Sequence[int]) -> SglangFinishReason:

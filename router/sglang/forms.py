@@ -2,7 +2,7 @@
 
 from msgspec import UNSET, Struct, UnsetType
 
-from router.forms import Form, WeightVersion
+from router.forms import Base64, Form, WeightVersion
 from router.sglang.response_schemas import InputLogprobTriple, LogprobTriple
 
 
@@ -26,7 +26,7 @@ class SglangMetaInfo(Struct, gc=False):
     output_top_logprobs: list[list[LogprobTriple]] | UnsetType = UNSET
     input_token_logprobs: list[InputLogprobTriple] | UnsetType = UNSET
     input_top_logprobs: list[list[LogprobTriple] | None] | UnsetType = UNSET
-    routed_experts: str | UnsetType = UNSET
+    routed_experts: Base64 | UnsetType = UNSET
     routed_experts_start_len: int | UnsetType = UNSET
 
 

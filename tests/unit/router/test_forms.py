@@ -1,10 +1,14 @@
 """What is sent has the fields, in the order, that the documented models have; and is the same JSON."""
 
+import base64
+import io
+import json
 import math
 import struct
 from types import ModuleType
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +17,7 @@ from pydantic import BaseModel
 from router import forms, response_schemas
 from router.openai import forms as openai_forms
 from router.openai import responses
+from router.rows_format import format_rows
 from router.sglang import forms as sglang_forms
 from router.sglang import response_schemas as sglang_schemas
 
@@ -54,4 +59,36 @@ def test_numbers_and_texts_as_pydantic_writes_them(numbers: list[float], text: s
         text: str
 
     expected = Documented(numbers=numbers, text=text).model_dump_json().encode()
-    assert forms.to_json(Made(numbers, text)) == expected
+    assert forms.to_json(Made(numbers, text)) == (expected,)
+
+
+def test_large_texts_are_in_their_places() -> None:
+    """And are the objects that were given: they are not copied."""
+    first, second = b"A" * 10, b"B" * 20
+    small = forms.RoutedExperts("small", [1], "uint8", 0)
+    made = [
+        forms.RoutedExperts(forms.LargeText(first), [1], "uint8", 0),
+        small,
+        forms.RoutedExperts(forms.LargeText(second), [2], "uint8", 3),
+    ]
+    parts = forms.to_json([*made])
+    assert json.loads(b"".join(parts)) == [
+        {"data": "A" * 10, "shape": [1], "dtype": "uint8", "start": 0},
+        {"data": "small", "shape": [1], "dtype": "uint8", "start": 0},
+        {"data": "B" * 20, "shape": [2], "dtype": "uint8", "start": 3},
+    ]
+    assert [part for part in parts if part is first or part is second] == [first, second]
+
+
+@pytest.mark.parametrize("num_rows", [1364, 1366, 3000])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_large_rows_are_the_bytes_that_numpy_saves(num_rows: int, dtype: str) -> None:
+    """On both sides of the size from which they are encoded in another way."""
+    rows_TLK = np.arange(num_rows * 48 * 8).reshape(num_rows, 48, 8).astype(dtype)
+    file = io.BytesIO()
+    np.save(file, rows_TLK)
+    for form, expected in ("npy", file.getvalue()), ("dict", rows_TLK.tobytes()):
+        made = format_rows(rows_TLK, 0, "npy" if form == "npy" else "dict")
+        text = made.data if isinstance(made, forms.RoutedExperts) else made
+        data = text.text if isinstance(text, forms.LargeText) else text.encode()
+        assert base64.b64decode(data, validate=True) == expected

@@ -3,12 +3,14 @@
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
 import pytest
 
-from router.response_schemas import GenerateResponse, GenerateStreamResponse, RoutedExperts
+from router.forms import RoutedExperts
+from router.response_schemas import GenerateResponse, GenerateStreamResponse
 from router.rows_format import format_rows
 from tests.fakes.fake_workers import Script, description, expected_rows, expected_tokens
 from tests.unit.router.cluster import Cluster, running, split_events
@@ -152,4 +154,4 @@ def test_dtypes_at_their_limits(largest: int, dtype: str) -> None:
     payload = format_rows(np.array([[[0, largest]]], np.int32), 5, "skyrl")
     assert isinstance(payload, RoutedExperts)
     assert (payload.dtype, payload.shape, payload.start) == (dtype, [1, 1, 2], 5)
-    np.testing.assert_array_equal(rows_of(payload.model_dump()), [[[0, largest]]])
+    np.testing.assert_array_equal(rows_of(msgspec.to_builtins(payload)), [[[0, largest]]])

@@ -1,0 +1,147 @@
+"""What many, or large, requests do to a router process: others keep their pace, and memory stays bounded."""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.e2e.cluster import until
+from tests.fakes.paced_worker import LARGE, PACE_S, ROW_BYTES
+
+GENERATE = "/inference/v1/generate"
+NUM_STREAMS = 8
+#: A machine that is busy with other things disturbs the pace of everything; one quiet measurement is enough.
+MAX_ATTEMPTS = 12
+
+
+@asynccontextmanager
+async def router(folder: Path) -> AsyncIterator[tuple[aiohttp.ClientSession, psutil.Process]]:
+    """A router process over one paced worker."""
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.fakes.paced_worker"), stdout=asyncio.subprocess.PIPE
+    )
+    assert worker.stdout is not None
+    address = (await worker.stdout.readline()).decode().strip()
+    ready = folder / "ready.json"
+    flags = ["--port", "0", "--decode", address, "--ready-file", str(ready), "--log-level", "warning"]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "router", *flags)
+    try:
+        await until(lambda: _exists(ready), 60)
+        url = f"http://{json.loads(ready.read_text())['address']}"
+        async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as http:
+            await until(lambda: _is_ready(http), 60)
+            yield http, psutil.Process(process.pid)
+    finally:
+        for each in (process, worker):
+            with contextlib.suppress(ProcessLookupError):
+                each.terminate()
+            await each.wait()
+
+
+async def _exists(path: Path) -> bool:
+    return path.exists()  # noqa: ASYNC240
+
+
+async def _is_ready(http: aiohttp.ClientSession) -> bool:
+    async with http.get("/ready") as response:
+        return response.status == 200
+
+
+class Pace:
+    """Streams that run until they are stopped, and the longest gap between tokens of one of them since `begin`."""
+
+    def __init__(self, http: aiohttp.ClientSession) -> None:
+        self._http = http
+        self._last = [0.0] * NUM_STREAMS
+        self.begin()
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter()
+        self.longest_gap_s = 0.0
+
+    async def read(self, index: int) -> None:
+        body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 10_000}, "stream": True}
+        async with self._http.post(GENERATE, json=body) as response:
+            assert response.status == 200
+            async for _ in response.content.iter_any():
+                now, last = time.perf_counter(), self._last[index]
+                # A gap that began before counts with what of it came after.
+                if last:
+                    self.longest_gap_s = max(self.longest_gap_s, now - max(last, self._begun))
+                self._last[index] = now
+
+
+@asynccontextmanager
+async def streaming(http: aiohttp.ClientSession) -> AsyncIterator[Pace]:
+    pace = Pace(http)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(pace.read(index)) for index in range(NUM_STREAMS)]
+        await until(lambda: _all_read(pace), 30)
+        yield pace
+        for task in tasks:
+            task.cancel()
+
+
+async def _all_read(pace: Pace) -> bool:
+    return all(pace._last)
+
+
+async def large_answer(http: aiohttp.ClientSession, options: dict[str, Any]) -> int:
+    """Bytes of an answer with 50 MB of rows, read as they come."""
+    body = {"token_ids": [7] * LARGE, "sampling_params": {"max_tokens": 1}} | options
+    data = await asyncio.to_thread(lambda: json.dumps(body).encode())
+    num_bytes = 0
+    async with http.post(GENERATE, data=data) as response:
+        assert response.status == 200, await response.text()
+        async for part in response.content.iter_any():
+            num_bytes += len(part)
+    return num_bytes
+
+
+async def slowest_health(http: aiohttp.ClientSession) -> float:
+    """Asks again and again until it is cancelled, which gives the longest time that an answer took."""
+    slowest = 0.0
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            begun = time.perf_counter()
+            async with http.get("/health") as response:
+                assert response.status == 200
+                await response.read()
+            slowest = max(slowest, time.perf_counter() - begun)
+            await asyncio.sleep(0.01)
+    return slowest
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    "options",
+    [{"stream": False}, {"stream": True, "stream_options": {"routed_experts": "final"}}],
+    ids=["whole", "last event"],
+)
+async def test_fifty_megabytes_of_rows_stop_nobody(tmp_path: Path, options: dict[str, Any]) -> None:
+    """sglang#24851, vllm#28284, verifiers/prime-rl#2614: encoding a long history held up all other streams."""
+    measured = []
+    async with router(tmp_path) as (http, _), streaming(http) as pace:
+        for _ in range(MAX_ATTEMPTS):
+            pace.begin()
+            await asyncio.sleep(10 * PACE_S)
+            baseline_s = pace.longest_gap_s
+            pace.begin()
+            health = asyncio.create_task(slowest_health(http))
+            num_bytes = await large_answer(http, options)
+            await asyncio.sleep(2 * PACE_S)
+            health.cancel()
+            measured.append((baseline_s, pace.longest_gap_s, await health))
+            assert num_bytes > LARGE * ROW_BYTES * 4 // 3
+            if measured[-1][1] < 2 * baseline_s and measured[-1][2] < 0.1:
+                return
+    pytest.fail(f"gap alone, gap beside 50 MB, /health (s), each time: {measured}")
