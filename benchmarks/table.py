@@ -6,9 +6,6 @@ from typing import TypedDict
 
 from benchmarks.spread import Spread, ratio
 
-#: More quantities than this, and than conditions, become rows.
-MOST_COLUMNS = 5
-
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
@@ -80,11 +77,11 @@ class Samples:
     def table(self, baseline: str) -> Iterator[str]:
         """Lines of Markdown; in each cell how many times as fast as `baseline` a condition is, and the values.
 
-        Both as median (lowest–highest). What is a ratio already ("×") stands alone. A row per condition, or per
-        quantity where there are many of them.
+        Both as median (lowest–highest). What is a ratio already ("×") stands alone. A row per condition or per
+        quantity, whichever are more.
         """
         quantities = list(dict.fromkeys(quantity for values in self._values.values() for quantity in values))
-        if len(quantities) > max(len(self._values), MOST_COLUMNS):
+        if len(quantities) > len(self._values):
             rows = [[_heading(q), *(self._cell(name, baseline, q) for name in self._values)] for q in quantities]
             yield from _lines(["", *self._values], rows)
         else:

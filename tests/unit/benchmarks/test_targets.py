@@ -37,7 +37,7 @@ def line(found: Results, begins: str) -> str:
 
 def test_what_was_not_measured_says_so() -> None:
     rows = list(table(results(), all_targets(100)))[2:]
-    assert len(rows) == 20
+    assert len(rows) == 21
     assert all("not measured" in row and "met" not in row and "missed" not in row for row in rows)
 
 
@@ -84,6 +84,16 @@ def test_the_slowest_size_of_a_transport_counts_for_the_handoff() -> None:
         stage.extend(named({"handoff": [rate], "pyzmq, copy=False": [10.0]}, name))
     row = line(results(handoff=stage), "handoff rate to raw pyzmq, ipc")
     assert row.endswith("| 0.60 (0.60–0.60) × | **missed** |")
+
+
+def test_the_router_is_judged_at_both_paces() -> None:
+    stage = samples("64 streams, every 100 ms", False, **{"router": [30.0], "raw aiohttp writer": [20.0]})
+    stage.extend(samples("16 streams, as fast as possible", False, **{"router": [30.0], "raw aiohttp writer": [5.0]}))
+    found = results(router=stage)
+    assert line(found, "router CPU per event to a raw aiohttp write, events").endswith("| 1.50 (1.50–1.50) × | met |")
+    assert line(found, "router CPU per event to a raw aiohttp write, as").endswith(
+        "| 6.00 (6.00–6.00) × | **missed** |"
+    )
 
 
 def test_start_is_that_of_a_whole_cluster() -> None:
