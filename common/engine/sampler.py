@@ -44,6 +44,12 @@ class SampleSpec:
         return self.params.logprobs is not None and not self.params.processed_logprobs
 
     @property
+    def needs_distribution(self) -> bool:
+        """Whether more must be known of the row than its best id."""
+        params = self.params
+        return params.temperature != 0 or (params.processed_logprobs and params.logprobs is not None)
+
+    @property
     def shapes_logits(self) -> bool:
         """Whether the row is sampled from anything but its raw logits."""
         return asks_for_mask(self.params, self.banned, self.matcher) or asks_for_penalty(self.params)
@@ -93,6 +99,7 @@ def sample(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled
     shaped_NV, refusals = _shaped(logits_NV, specs)
     best_N, greedy_N = (t.tolist() for t in shaped_NV.max(dim=1))  # the first of equal maxima: the lowest id
     logprobs_NV = _raw_logprobs(logits_NV, specs)
+    host_NV = shaped_NV.cpu().numpy() if any(spec.needs_distribution for spec in specs) else ()
     results: list[SampledToken | MoerelayError] = []
     for row, spec in enumerate(specs):
         if not finite_N[row]:
@@ -104,7 +111,8 @@ def sample(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled
         elif not math.isfinite(best_N[row]):
             results.append(InternalError(f"the shaped logits for position {spec.position} are not finite"))
         else:
-            results.append(_choose(shaped_NV[row], greedy_N[row], spec, logprobs_NV.get(row)))
+            shaped_V = host_NV[row] if spec.needs_distribution else None
+            results.append(_choose(shaped_V, greedy_N[row], spec, logprobs_NV.get(row)))
     return results
 
 
@@ -137,24 +145,33 @@ def _raw_logprobs(logits_NV: torch.Tensor, specs: Sequence[SampleSpec]) -> dict[
     return dict(zip(rows, logprobs_MV, strict=True))
 
 
-def _choose(shaped_V: torch.Tensor, greedy: int, spec: SampleSpec, logprobs_V: LogitsRow | None) -> SampledToken:
-    """The token of one row and what is told about it; `logprobs_V` are the raw ones, if those are wanted."""
+def _choose(shaped_V: LogitsRow | None, greedy: int, spec: SampleSpec, logprobs_V: LogitsRow | None) -> SampledToken:
+    """The token of one row and what is told about it.
+
+    Args:
+        shaped_V: if the spec needs the distribution.
+        logprobs_V: the raw ones, if those are wanted.
+    """
     params = spec.params
-    wants_processed = params.logprobs is not None and params.processed_logprobs
-    if params.temperature == 0 and not wants_processed:
-        return _describe(greedy, spec, logprobs_V, pack_ids((greedy,)))
-    distribution = Distribution.of(shaped_V.cpu().numpy(), params)
-    if wants_processed:
+    if shaped_V is None:
+        return _describe(greedy, spec, logprobs_V)
+    distribution = Distribution.of(shaped_V, params)
+    if params.logprobs is not None and params.processed_logprobs:
         logprobs_V = distribution.logprobs()
     if params.temperature == 0:
-        return _describe(greedy, spec, logprobs_V, pack_ids((greedy,)))
+        return _describe(greedy, spec, logprobs_V)
     token_id = distribution.draw(uniform(params.seed, spec.choice, spec.position))
-    survivors = distribution.survivors().astype(ID).tobytes() if params.sampling_mask else b""
+    survivors = distribution.survivors().astype(ID).tobytes() if params.sampling_mask else None
     return _describe(token_id, spec, logprobs_V, survivors)
 
 
-def _describe(token_id: int, spec: SampleSpec, logprobs_V: LogitsRow | None, survivors: bytes) -> SampledToken:
-    mask = survivors if spec.params.sampling_mask else None
+def _describe(
+    token_id: int, spec: SampleSpec, logprobs_V: LogitsRow | None, survivors: bytes | None = None
+) -> SampledToken:
+    """`survivors`: the packed ids that could have been drawn; None: this one only, or nobody asked."""
+    mask = survivors
+    if mask is None and spec.params.sampling_mask:
+        mask = pack_ids((token_id,))
     if logprobs_V is None:
         return SampledToken(token_id, mask=mask, weight_version=spec.weight_version)
     top = best_first(logprobs_V, spec.params.logprobs) if spec.params.logprobs else ()
