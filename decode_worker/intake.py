@@ -1,6 +1,8 @@
 """Turns what the handoff receiver reports into engine commands and, on failure, into the request's error."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from common.engine.loop import Engine
 from common.engine.request import RequestId
@@ -17,6 +19,9 @@ class Intake:
         self._engine = engine
         self._outboxes: dict[RequestId, Outbox] = {}
         self.num_failed = 0
+        #: Told, on the engine thread, how many seconds each handoff took from its last message to the engine, which
+        #: goes on with the next decode step. The last message arrives after all KV and rows are in their slots.
+        self.observe_commit: Callable[[float], None] = _ignore
 
     def expect(self, request_id: RequestId, outbox: Outbox) -> None:
         """From now on failures of this request's handoff go to `outbox`."""
@@ -36,10 +41,19 @@ class Intake:
 
     def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int) -> None:
         """The whole prompt is in the leased slots; `num_cached` of its tokens were not computed for it."""
+        arrived = time.monotonic()
         self._engine.commit_handoff(request_id, first_tokens, num_cached)
+        self._engine.run_between_steps(partial(self._committed, arrived))
+
+    def _committed(self, arrived: float) -> None:
+        self.observe_commit(time.monotonic() - arrived)
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
         """The handoff will not be completed; the RPC handler frees the blocks when it sees the error."""
         self.num_failed += 1
         if outbox := self._outboxes.get(request_id):
             outbox.fail(error)
+
+
+def _ignore(_: float) -> None:
+    """Observes nothing."""

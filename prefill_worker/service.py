@@ -145,8 +145,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._core.engine.submit(request)
         async with self._sender.transfer(_lease_ref(lease), routing=routing, num_top=num_top) as transfer:
             with self.stats.counted(transfer, routing=routing):
-                last = await self._push(transfer, prompts)
-                computed, num_computed = time.monotonic(), len(request.prompt) - last.num_cached
+                last, computed = await self._push(transfer, prompts)
+                num_computed = len(request.prompt) - last.num_cached
                 await transfer.finish(last.first_tokens, num_computed)
         return prefill_pb2.PrefillReply(
             num_computed_tokens=num_computed,
@@ -156,13 +156,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             handoff_tail_s=time.monotonic() - computed,
         )
 
-    async def _push(self, transfer: Transfer, prompts: Prompts) -> PromptAdvanced:
-        """Ships what the decode worker lacks as it is computed; returns what came with the prompt's end."""
+    async def _push(self, transfer: Transfer, prompts: Prompts) -> tuple[PromptAdvanced, float]:
+        """Ships what the decode worker lacks as it is computed; returns what came with the prompt's end, and when."""
         while True:
             advanced = await prompts.next()
+            computed = time.monotonic()
             await transfer.send_range(advanced.blocks, 0, advanced.computed, advanced.prompt_logprobs)
             if advanced.first_tokens:
-                return advanced
+                return advanced, computed
 
 
 def _lease_ref(lease: prefill_pb2.Lease) -> LeaseRef:

@@ -83,7 +83,7 @@ class OutgoingTransfer:
         """
         assert self._score_bytes or not num_scores, "no prompt logprobs were announced"
         cuts, position = [], self.position
-        tokens_per_chunk = max(1, self._chunk_bytes // (self._token_bytes + self._score_bytes))
+        tokens_per_chunk = self._tokens_per_chunk(end - position)
         while position < end or num_scores:
             num_tokens = max(0, min(tokens_per_chunk, end - position))
             position += num_tokens
@@ -94,6 +94,12 @@ class OutgoingTransfer:
                 num_scores -= scored
             cuts.append(Cut(position, scored))
         return cuts
+
+    def _tokens_per_chunk(self, num_tokens: int) -> int:
+        """Chunks of equal size: a small one behind large ones would cost as much as they do."""
+        at_most = max(1, self._chunk_bytes // (self._token_bytes + self._score_bytes))
+        num_chunks = max(1, -(-num_tokens // at_most))
+        return max(1, -(-num_tokens // num_chunks))
 
     def has_credit(self, cut: Cut) -> bool:
         """Whether this chunk may be sent now."""

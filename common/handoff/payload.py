@@ -12,13 +12,15 @@ import numpy as np
 import torch
 import xxhash
 
-from common.handoff.frames import ChunkFrames
+from common.handoff.frames import TARGET_PAYLOAD_BYTES, ChunkFrames
+from common.handoff.staging import Staging
 from common.kv.pool import BlockId
 from common.kv.store import KVStore, slots_of
 from common.prompt_logprobs import PromptLogprobs
 
-#: Copies below this size take less time than handing them to another thread.
-OFFLOAD_BYTES = 64 * 2**10
+#: Copies up to this size take less time than handing them to another thread, and only few chunks are larger: a single
+#: token of a very large model.
+OFFLOAD_BYTES = 2 * TARGET_PAYLOAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +48,37 @@ def read_payload(
     *,
     routing: bool,
     scores: PromptLogprobs | None = None,
+    staging: Staging | None = None,
 ) -> Payload:
     """Copies KV, and rows if `routing`, of positions [start, end) of the sequence that owns `blocks`; packs `scores`.
+
+    `staging`: where memory for KV comes from, if a buffer of it is large enough.
 
     Raises:
         RoutingMissingError: a position has no routing row.
     """
-    slots = slots_of(blocks, start, end, store.layout.block_size)
-    kv = store.read_kv(slots).reshape(-1).view(torch.uint8).numpy().data
+    kv = _read_kv(store, blocks, start, end, staging)
     rows = memoryview(b"")
     if routing:
-        rows_NLK = store.read_rows(slots)
+        rows_NLK = store.read_row_range(blocks, start, end)
         little_endian = np.ascontiguousarray(rows_NLK, rows_NLK.dtype.newbyteorder("<"))
         rows = little_endian.reshape(-1).view(np.uint8).data
     packed = memoryview(b"" if scores is None else scores.tobytes())
     return Payload(kv, rows, packed, checksum(kv), checksum(rows), checksum(packed))
+
+
+def is_offloaded(store: KVStore, num_bytes: int) -> bool:
+    """Whether a copy of so much KV belongs on another thread: it is long, or would wait for a device."""
+    return num_bytes > OFFLOAD_BYTES or store.device.type != "cpu"
+
+
+def _read_kv(store: KVStore, blocks: Sequence[BlockId], start: int, end: int, staging: Staging | None) -> memoryview:
+    slots, num_bytes = slots_of(blocks, start, end, store.layout.block_size), (end - start) * store.layout.token_bytes
+    if staging is None or not 0 < num_bytes <= staging.buffer_bytes:
+        return store.read_kv(slots).reshape(-1).view(torch.uint8).numpy().data
+    buffer = staging.lend(num_bytes)
+    store.read_kv_into(slots, torch.from_numpy(buffer).view(store.layout.dtype).view(store.kv_shape(end - start)))
+    return buffer.data
 
 
 def write_payload(store: KVStore, blocks: Sequence[BlockId], frames: ChunkFrames) -> str | None:
@@ -79,11 +97,10 @@ def write_payload(store: KVStore, blocks: Sequence[BlockId], frames: ChunkFrames
     if chunk.start == chunk.end:
         return None
     slots = slots_of(blocks, chunk.start, chunk.end, store.layout.block_size)
-    layout, kv = store.layout, frames.kv
+    kv = frames.kv
     # torch wants memory that it could write to; transports give such memory, but for very small frames.
-    flat = torch.frombuffer(bytearray(kv) if kv.readonly else kv, dtype=layout.dtype)
-    shape = (layout.num_layers, layout.num_planes, len(slots), layout.num_kv_heads, layout.head_dim)
-    store.write_kv(slots, flat.view(shape))
+    flat = torch.frombuffer(bytearray(kv) if kv.readonly else kv, dtype=store.layout.dtype)
+    store.write_kv(slots, flat.view(store.kv_shape(len(slots))))
     if frames.rows.nbytes:
         store.write_rows(slots, store.routing.from_bytes(frames.rows, len(slots)))
     return None

@@ -1,7 +1,7 @@
 """The decode worker's (D) end of handoffs: answers prefill workers, writes what fits a lease, reports to the engine.
 
-All judgement is in `leases`; this shell does the I/O around it, one message at a time. One writer thread does the large
-copies, so that neither they nor their checksums hold up the event loop.
+All judgement is in `leases`; this shell does the I/O around it, one message at a time. Chunks are small enough to be
+checked and written at once; one writer thread takes those that are not, and those that go to a device.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ from common.handoff.messages import (
     shortened,
 )
 from common.handoff.outgoing import CREDIT_CHUNKS, ERROR_OF_KIND, MAX_TRANSFERS
-from common.handoff.payload import OFFLOAD_BYTES, write_payload
+from common.handoff.payload import is_offloaded, write_payload
 from common.kv.pool import BlockId
 from common.kv.store import KVStore
 from common.prompt_logprobs import PromptLogprobs, from_bytes
@@ -294,7 +294,7 @@ class HandoffReceiver:
 
     async def _write(self, lease: Lease, frames: ChunkFrames) -> str | None:
         write = partial(write_payload, self._store, lease.blocks, frames)
-        if frames.kv.nbytes < OFFLOAD_BYTES:
+        if not is_offloaded(self._store, frames.kv.nbytes):
             return write()
         return await asyncio.get_running_loop().run_in_executor(self._writer, write)
 

@@ -22,8 +22,9 @@ from common.handoff.frames import TARGET_PAYLOAD_BYTES, Frame, encode
 from common.handoff.leases import LeaseRef
 from common.handoff.messages import Abort, Chunk, Close, Credit, Done, HandoffIdentity, Ready, Reject, Renew
 from common.handoff.outgoing import CREDIT_CHUNKS, MAX_TRANSFERS, OutgoingState, OutgoingTransfer
-from common.handoff.payload import OFFLOAD_BYTES, Payload, read_payload
+from common.handoff.payload import Payload, is_offloaded, read_payload
 from common.handoff.session import Session
+from common.handoff.staging import Staging
 from common.kv.pool import BlockId
 from common.kv.store import KVStore
 from common.prompt_logprobs import PromptLogprobs, position_bytes
@@ -31,6 +32,33 @@ from common.sampling import SampledToken
 
 #: A lease is renewed this often within its timeout, so that two renewals may be late before it expires.
 RENEWALS_PER_TIMEOUT = 4
+#: Payload that one transfer has under way, whatever the decode worker would allow: more than a fast network swallows in
+#: the time that an acknowledgement takes (12 GB/s for 0.5 ms), and little enough to bound the memory of both sides.
+WINDOW_BYTES = 8 * 2**20
+
+
+class Reader:
+    """Copies what is sent out of the store: short copies at once, long ones and those from a device on a thread."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._staging = Staging(TARGET_PAYLOAD_BYTES)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handoff-read")
+
+    async def read(
+        self, blocks: Sequence[BlockId], start: int, end: int, scores: PromptLogprobs | None, *, routing: bool
+    ) -> Payload:
+        """As `read_payload`."""
+        read = partial(
+            read_payload, self._store, blocks, start, end, routing=routing, scores=scores, staging=self._staging
+        )
+        if is_offloaded(self._store, (end - start) * self._store.layout.token_bytes):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, read)
+        return read()
+
+    def shutdown(self) -> None:
+        """Waits for a copy under way."""
+        self._thread.shutdown()
 
 
 class Transfer:
@@ -43,8 +71,7 @@ class Transfer:
     def __init__(
         self,
         session: Session,
-        store: KVStore,
-        reader: ThreadPoolExecutor,
+        reader: "Reader",
         lease: LeaseRef,
         core: OutgoingTransfer,
         *,
@@ -53,7 +80,6 @@ class Transfer:
     ) -> None:
         self.lease = lease
         self._session = session
-        self._store = store
         self._reader = reader
         self._core = core
         self._routing = routing
@@ -87,7 +113,7 @@ class Transfer:
             seq, chunk_start = self._core.take(cut)
             part = None if scores is None else PromptLogprobs(scores[num_scored : num_scored + cut.num_scores])
             num_scored += cut.num_scores
-            payload = await self._read(blocks, chunk_start, cut.end, part)
+            payload = await self._reader.read(blocks, chunk_start, cut.end, part, routing=self._routing)
             header = Chunk(
                 transfer_id=self.lease.transfer_id,
                 generation=self.lease.generation,
@@ -102,6 +128,8 @@ class Transfer:
                 scores_checksum=payload.scores_checksum,
             )
             await self._send(encode(header, payload.kv, payload.rows, payload.scores))
+            # Nothing above has to wait while there is credit; others on this event loop get their turn here.
+            await asyncio.sleep(0)
 
     async def finish(self, first_tokens: Sequence[SampledToken], num_computed: int) -> None:
         """Sends the token that follows the prompt, for each choice; returns once the whole handoff is applied.
@@ -120,12 +148,6 @@ class Transfer:
         self._core.close()
         await self._send(frames)
         await self._wait_until(lambda: self._core.state is OutgoingState.DONE, "did not acknowledge the handoff")
-
-    async def _read(self, blocks: Sequence[BlockId], start: int, end: int, scores: PromptLogprobs | None) -> Payload:
-        read = partial(read_payload, self._store, blocks, start, end, routing=self._routing, scores=scores)
-        if (end - start) * self._store.layout.token_bytes < OFFLOAD_BYTES:
-            return read()
-        return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
     async def _send(self, frames: Sequence[Frame]) -> None:
         self._raise_if_failed()
@@ -200,7 +222,7 @@ class HandoffSender:
         self._identity = identity
         self._timeout_s = timeout_s
         self._sessions: dict[str, Session] = {}
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handoff-read")
+        self._reader = Reader(store)
         self._tasks = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
@@ -268,18 +290,19 @@ class HandoffSender:
     def _open(self, session: Session, ready: Ready, lease: LeaseRef, *, routing: bool, num_top: int | None) -> Transfer:
         if session.num_transfers >= MAX_TRANSFERS:
             raise OverloadedError(f"{MAX_TRANSFERS} handoffs to {lease.endpoint} are under way; try again later")
-        row_bytes = self._store.routing.row_bytes if routing else 0
+        token_bytes = self._store.layout.token_bytes + (self._store.routing.row_bytes if routing else 0)
+        score_bytes = 0 if num_top is None else position_bytes(num_top)
         core = OutgoingTransfer(
             start=lease.num_cached_tokens,
-            credit_bytes=ready.credit_bytes,
+            credit_bytes=min(ready.credit_bytes, max(WINDOW_BYTES, token_bytes + score_bytes)),
             # More would not be safe: see channel.HIGH_WATER_MARK.
             credit_chunks=min(ready.credit_chunks, CREDIT_CHUNKS),
-            token_bytes=self._store.layout.token_bytes + row_bytes,
-            score_bytes=0 if num_top is None else position_bytes(num_top),
+            token_bytes=token_bytes,
+            score_bytes=score_bytes,
             target_bytes=TARGET_PAYLOAD_BYTES,
         )
         timeout_s = min(self._timeout_s, lease.timeout_s)
-        transfer = Transfer(session, self._store, self._reader, lease, core, routing=routing, timeout_s=timeout_s)
+        transfer = Transfer(session, self._reader, lease, core, routing=routing, timeout_s=timeout_s)
         session.attach(transfer)
         return transfer
 

@@ -11,7 +11,6 @@ from typing import Self
 
 import structlog
 import zmq
-import zmq.asyncio
 
 from common.config import is_loopback
 from common.errors import ConfigError, HandoffRefusedError, WorkerLostError
@@ -21,9 +20,7 @@ from common.handoff.zmq_socket import (
     BACKLOG,
     CONNECT_TIMEOUT_MS,
     MonitoredSocket,
-    future_of,
     new_socket,
-    settled,
     tcp_host,
 )
 
@@ -54,36 +51,18 @@ class ZmqListener:
         host = tcp_host(endpoint, ConfigError)
         if host is not None and not is_loopback(host):
             log.warning("handoff_not_encrypted", endpoint=endpoint, advice="anybody who reaches this port is trusted")
-        self._context = zmq.asyncio.Context()
-        self._socket = MonitoredSocket(new_socket(self._context, zmq.ROUTER, endpoint, high_water_mark))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = new_socket(self._context, zmq.ROUTER, endpoint, high_water_mark)
+        self._socket = MonitoredSocket(socket)
         self._peers: set[PeerId] = set()
         self._gone: list[PeerId] = []
         self._probe_times: list[float] = []
         try:
-            self._endpoint = self._bind(endpoint, host, advertise_host)
+            self._endpoint = _bind(socket, endpoint, host, advertise_host)
         except ConfigError:
             self._socket.close()
             self._context.term()
             raise
-
-    def _bind(self, endpoint: str, host: str | None, advertise_host: str | None) -> str:
-        socket = self._socket.socket
-        # Without it a message to a lost peer vanishes silently.
-        socket.set(zmq.ROUTER_MANDATORY, 1)
-        socket.set(zmq.BACKLOG, BACKLOG)
-        try:
-            # ZeroMQ binds to addresses, not to names.
-            socket.bind(endpoint.replace("//localhost:", "//127.0.0.1:"))
-        except zmq.ZMQError as error:
-            raise ConfigError(f"the handoff endpoint {endpoint} cannot be bound: {error.strerror}") from error
-        bound = str(socket.get_string(zmq.LAST_ENDPOINT))
-        if host is None:
-            return bound
-        name = advertise_host or host
-        if name in ("*", "0.0.0.0", "::"):
-            raise ConfigError(f"nobody can connect to {name}; name the address of this host with --advertise-address")
-        port = bound.rpartition(":")[2]
-        return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
 
     async def __aenter__(self) -> Self:
         return self
@@ -124,12 +103,12 @@ class ZmqListener:
             raise WorkerLostError("the prefill worker is gone or has stopped reading")
 
     def _try_send(self, peer: PeerId, frames: Sequence[Frame]) -> bool:
-        future = future_of(self._socket.socket.send_multipart([peer, *frames], flags=zmq.NOBLOCK, copy=False))
-        error = future.exception()
-        if isinstance(error, zmq.Again) or (isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH):
-            return False
-        future.result()
-        return True
+        try:
+            return self._socket.send_now([peer, *frames])
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
 
     async def close(self) -> None:
         self._socket.close()
@@ -137,10 +116,30 @@ class ZmqListener:
         await asyncio.to_thread(self._context.term)
 
 
+def _bind(socket: "zmq.Socket[bytes]", endpoint: str, host: str | None, advertise_host: str | None) -> str:
+    """Returns what prefill workers connect to. Raises ConfigError."""
+    # Without it a message to a lost peer vanishes silently.
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    socket.set(zmq.BACKLOG, BACKLOG)
+    try:
+        # ZeroMQ binds to addresses, not to names.
+        socket.bind(endpoint.replace("//localhost:", "//127.0.0.1:"))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"the handoff endpoint {endpoint} cannot be bound: {error.strerror}") from error
+    bound = str(socket.get_string(zmq.LAST_ENDPOINT))
+    if host is None:
+        return bound
+    name = advertise_host or host
+    if name in ("*", "0.0.0.0", "::"):
+        raise ConfigError(f"nobody can connect to {name}; name the address of this host with --advertise-address")
+    port = bound.rpartition(":")[2]
+    return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
+
+
 class ZmqLink:
     """P's end of one connection; made by `ZmqConnector`."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         self._socket = MonitoredSocket(socket)
         self._endpoint = endpoint
         self._lost = False
@@ -150,24 +149,13 @@ class ZmqLink:
         return self._socket.closed
 
     async def send(self, frames: Sequence[Frame]) -> None:
-        if self._lost or self.closed:
-            raise self._loss()
-        future = await settled(self._socket.socket.send_multipart(frames, copy=False))
-        if future.cancelled():
-            raise self._loss()
-        future.result()
+        while not self.try_send(frames):
+            if self._lost or self.closed:
+                raise self._loss()
+            await self._socket.wait_for_room()
 
     def try_send(self, frames: Sequence[Frame]) -> bool:
-        if self._lost or self.closed:
-            return False
-        future = future_of(self._socket.socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False))
-        if not future.done():  # it queued behind a send that waits
-            future.cancel()
-            return False
-        if isinstance(future.exception(), zmq.Again):
-            return False
-        future.result()
-        return True
+        return not self._lost and not self.closed and self._socket.send_now(frames)
 
     async def receive(self) -> Sequence[Frame]:
         while not self.closed:
@@ -193,7 +181,7 @@ class ZmqConnector:
     """P's side."""
 
     def __init__(self, *, high_water_mark: int = HIGH_WATER_MARK) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._high_water_mark = high_water_mark
         self._links: list[ZmqLink] = []
 

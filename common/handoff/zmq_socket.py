@@ -5,17 +5,16 @@ the listener's context.
 """
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+import contextlib
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import structlog
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from common.errors import ConfigError, HandoffRefusedError
-from common.handoff.frames import MAX_FRAME_BYTES
+from common.handoff.frames import MAX_FRAME_BYTES, Frame
 
 #: How long a closing socket tries to deliver what is queued (an Abort, say). Bounded, or a dead peer would keep the
 #: process from exiting: ZeroMQ's own default is for ever.
@@ -38,33 +37,70 @@ _LOSS_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-ResultT = TypeVar("ResultT")
-
 log = structlog.get_logger()
 
 
 class MonitoredSocket:
-    """A ZeroMQ socket together with the events of its connections."""
+    """A ZeroMQ socket together with the events of its connections, on the event loop that runs.
 
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
-        self.socket = socket
+    Calls go to ZeroMQ at once and without a future each, as those of `zmq.asyncio` have it, because a chunk takes less
+    time than they do. The loop watches the sockets' descriptors, which say no more than that something has changed:
+    whatever looks at a socket may consume that signal, so that everything that does also looks for what it meant.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
         self._monitor = socket.get_monitor_socket(_LOSS_EVENTS)
-        self._poller = zmq.asyncio.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._readable, self._writable = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._descriptors = [each.fileno() for each in (self._socket, self._monitor)]
+        for descriptor in self._descriptors:
+            self._loop.add_reader(descriptor, self._look)
+
+    def _look(self) -> None:
+        if self.closed:
+            return
+        events = _events_of(self._socket)
+        if (events | _events_of(self._monitor)) & zmq.POLLIN:
+            self._readable.set()
+        if events & zmq.POLLOUT:
+            self._writable.set()
 
     async def wait(self, timeout_s: float | None = None) -> None:
         """Returns when there is a message or an event, when the socket is closed, or after the timeout."""
-        await settled(self._poller.poll(-1 if timeout_s is None else max(1, round(timeout_s * 1000))))
+        await self._change(self._readable, timeout_s)
+
+    async def wait_for_room(self) -> None:
+        """Returns when a message may be sent, or the socket is closed."""
+        await self._change(self._writable, None)
+
+    async def _change(self, event: asyncio.Event, timeout_s: float | None) -> None:
+        event.clear()
+        if self.closed:
+            return
+        self._look()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
 
     def receive_now(self) -> list[zmq.Frame] | None:
         """The next message, if one is there."""
-        return _receive_now(self.socket)
+        return _receive_now(self._socket)
+
+    def send_now(self, frames: Sequence[Frame]) -> bool:
+        """Queues one message if that needs no waiting; returns whether it did. Raises ZMQError: there is no peer."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        finally:
+            self._look()
+        return True
 
     def lost_connection(self) -> bool:
         """Whether any connection was lost, or could not be made, since the last call."""
         lost = False
-        while (frames := _receive_now(self._monitor)) is not None:
+        while _events_of(self._monitor) & zmq.POLLIN and (frames := _receive_now(self._monitor)) is not None:
             event = parse_monitor_message([frame.bytes for frame in frames])
             log.debug("handoff_connection_event", kind=str(event["event"]))
             lost = True
@@ -72,42 +108,34 @@ class MonitoredSocket:
 
     @property
     def closed(self) -> bool:
-        return bool(self.socket.closed)
+        return bool(self._socket.closed)
 
     def close(self) -> None:
-        if not self.closed:
-            self.socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self.socket.close()
+        if self.closed:
+            return
+        for descriptor in self._descriptors:
+            self._loop.remove_reader(descriptor)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._readable.set()
+        self._writable.set()
 
 
-def _receive_now(socket: zmq.asyncio.Socket) -> list[zmq.Frame] | None:
-    future = future_of(socket.recv_multipart(zmq.NOBLOCK, copy=False))
-    if isinstance(future.exception(), zmq.Again):
+def _events_of(socket: "zmq.Socket[bytes]") -> int:
+    return int(socket.get(zmq.EVENTS))
+
+
+def _receive_now(socket: "zmq.Socket[bytes]") -> list[zmq.Frame] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
         return None
-    return future.result()
-
-
-def future_of(result: Awaitable[ResultT]) -> "asyncio.Future[ResultT]":
-    """What the calls of zmq.asyncio really return; with NOBLOCK it is done already."""
-    assert isinstance(result, asyncio.Future)
-    return result
-
-
-async def settled(result: Awaitable[ResultT]) -> "asyncio.Future[ResultT]":
-    """Waits for a call of zmq.asyncio. Closing its socket cancels the call, but must not look like a cancelled task."""
-    future = future_of(result)
-    if not future.done():
-        try:
-            await asyncio.wait([future])
-        finally:
-            future.cancel()
-    return future
 
 
 def new_socket(
-    context: zmq.asyncio.Context, kind: zmq.SocketType, endpoint: str, high_water_mark: int
-) -> zmq.asyncio.Socket:
+    context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, endpoint: str, high_water_mark: int
+) -> "zmq.Socket[bytes]":
     socket = context.socket(kind)
     socket.set(zmq.LINGER, LINGER_MS)
     # At the mark a DEALER waits and a ROUTER fails with EAGAIN; credit keeps both below it.

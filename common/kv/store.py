@@ -44,8 +44,11 @@ class KVLayout:
 
 def slots_of(blocks: Sequence[BlockId], start: int, end: int, block_size: int) -> SlotArray:
     """Slots of positions [start, end) of a sequence that owns `blocks`, int64 [end - start]."""
-    positions = np.arange(start, end)
-    return np.asarray(blocks, np.int64)[positions // block_size] * block_size + positions % block_size
+    # Of the blocks only those that hold the positions are looked at: a long sequence has thousands.
+    first = start // block_size
+    positions = np.arange(start - first * block_size, end - first * block_size)
+    held = np.asarray(blocks[first : -(-end // block_size)], np.int64)
+    return held[positions // block_size] * block_size + positions % block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,5 +215,4 @@ class KVStore:
             slot = blocks[start // size] * size + start % size
             if self._row_written[slot]:
                 return self.rows_SLK[slot : slot + 1].copy()
-        first = start // size
-        return self.read_rows(slots_of(blocks[first : -(-end // size)], start - first * size, end - first * size, size))
+        return self.read_rows(slots_of(blocks, start, end, size))

@@ -217,7 +217,7 @@ async def decode_worker(
     store: KVStore | None = None,
     me: HandoffIdentity | Callable[[], HandoffIdentity] | None = None,
     timeout_s: float = LONG_S,
-    credit_bytes: int = 2**20,
+    credit_bytes: int = 2**23,
     known_versions: Collection[str] = ("", "v1"),
     gate: asyncio.Event | None = None,
 ) -> AsyncIterator[Decode]:

@@ -41,7 +41,6 @@ from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore, SlotArray
 from tests.contract.rig import (
     FIRST_TOKENS,
-    NUM_BLOCKS,
     ROUTING,
     SHORT_S,
     ScriptedPrefill,
@@ -423,14 +422,15 @@ async def test_more_handoffs_than_the_queues_are_made_for_are_refused(transport:
 
 # Ends of a lease that come while a chunk is being written.
 
-WIDE = KVLayout(num_layers=2, num_kv_heads=16, head_dim=128, block_size=4, dtype=torch.bfloat16)
+WIDE = KVLayout(num_layers=2, num_kv_heads=64, head_dim=1040, block_size=4, dtype=torch.bfloat16)
+NUM_WIDE_BLOCKS = 6
 
 
 class SlowStore(KVStore):
     """Its KV writes wait for `gate`, in whatever thread they run."""
 
     def __init__(self) -> None:
-        super().__init__(WIDE, ROUTING, NUM_BLOCKS, torch.device("cpu"))
+        super().__init__(WIDE, ROUTING, NUM_WIDE_BLOCKS, torch.device("cpu"))
         self.gate = threading.Event()
         self.writing = threading.Event()
 
@@ -448,7 +448,7 @@ async def started_write(store: SlowStore, prefill: ScriptedPrefill, lease: Lease
 
 
 def wide_chunk_is_written_by_the_thread() -> bool:
-    return 4 * WIDE.token_bytes >= OFFLOAD_BYTES
+    return 4 * WIDE.token_bytes > OFFLOAD_BYTES
 
 
 async def test_revoking_waits_for_the_write_under_way(transport: Transport) -> None:
