@@ -158,7 +158,7 @@ MAX_GROWTH_BYTES = 10 * 2**20
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_prompts", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 async def test_unique_prompts_leave_nothing_behind(tmp_path: Path, num_prompts: int) -> None:
-    """production-stack#687: a prefix trie in the router grew with every prompt. This router keeps nothing of prompts."""
+    """production-stack#687: a prefix trie in the router grew with every prompt. Here nothing is kept of prompts."""
     async with router(tmp_path) as (http, process):
         numbers = iter(range(num_prompts))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.e2e.cluster import Answer, Client, Cluster, running_cluster, until
+from tests.e2e.cluster import Answer, Client, Cluster, JsonObject, running_cluster, until
 from tests.e2e.conftest import FLAGS
 
 NUM_REQUESTS = 16
@@ -43,14 +43,9 @@ async def test_an_abort_reaches_the_other_process(two_processes: Cluster) -> Non
     async with aiohttp.ClientSession(connector=connector) as session:
         both = Client(session, two_processes.url)
         names = [f"long-{i}" for i in range(NUM_REQUESTS)]
-        # Nothing is decoded until there are blocks for everybody, so that no request ends before it is aborted.
         async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(
-                    both.generate([3, 5, 7], stream=True, request_id=name, max_tokens=100, ignore_eos=True)
-                )
-                for name in names
-            ]
+            options: JsonObject = {"stream": True, "max_tokens": 100, "ignore_eos": True}
+            running = [group.create_task(both.generate([3, 5, 7], request_id=name, **options)) for name in names]
             found: set[str] = set()
 
             async def all_found() -> bool:
@@ -70,4 +65,4 @@ async def test_an_abort_reaches_the_other_process(two_processes: Cluster) -> Non
 
 
 def _said(answer: Answer) -> tuple[list[int], list[object], bytes, str | None]:
-    return answer.token_ids, [*answer.logprobs], answer.rows_TLK.tobytes(), answer.finish_reason
+    return answer.token_ids, [*answer.logprobs], answer.rows.tobytes(), answer.finish_reason
