@@ -15,8 +15,9 @@ from decode_worker.outbox import Outbox
 class Intake:
     """The receiver's handler. Knows the outbox of every request that waits for a handoff."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self._clock = clock
         self._outboxes: dict[RequestId, Outbox] = {}
         self.num_failed = 0
         #: Told, on the engine thread, how many seconds each handoff took from its last message to the engine, which
@@ -41,12 +42,12 @@ class Intake:
 
     def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int) -> None:
         """The whole prompt is in the leased slots; `num_cached` of its tokens were not computed for it."""
-        arrived = time.monotonic()
+        arrived = self._clock()
         self._engine.commit_handoff(request_id, first_tokens, num_cached)
         self._engine.run_between_steps(partial(self._committed, arrived))
 
     def _committed(self, arrived: float) -> None:
-        self.observe_commit(time.monotonic() - arrived)
+        self.observe_commit(self._clock() - arrived)
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
         """The handoff will not be completed; the RPC handler frees the blocks when it sees the error."""

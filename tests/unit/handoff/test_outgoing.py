@@ -106,6 +106,17 @@ def test_logprobs_and_positions_travel_once_and_each_chunk_fits_the_credit(
     assert position == start + length
 
 
+def test_the_chunks_of_a_range_are_equally_large() -> None:
+    # 85 tokens fit into a chunk, so that 256 need four.
+    transfer = outgoing(token_bytes=12, target_bytes=1024, credit_bytes=10_000)
+    assert [cut.end for cut in transfer.split(256)] == [64, 128, 192, 256]
+    assert [cut.end for cut in outgoing(token_bytes=12, target_bytes=1024, credit_bytes=600).split(101)] == [
+        34,
+        68,
+        101,
+    ]
+
+
 def test_logprobs_use_credit_too() -> None:
     transfer = outgoing(credit_bytes=50, score_bytes=5)
     transfer.take(Cut(2, 4))

@@ -6,7 +6,7 @@ import torch
 
 from common.errors import RoutingMissingError
 from common.kv.pool import BlockId
-from common.kv.store import KVLayout, KVStore, slots_of
+from common.kv.store import MIN_READ_RUN, KVLayout, KVStore, Run, runs_of, slots_of
 from common.routing.record import RoutingArray, RoutingLayout
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype=torch.bfloat16)
@@ -41,6 +41,49 @@ def test_kv_comes_back_in_the_order_of_the_slots() -> None:
     assert torch.equal(here.read_kv(slots[::-1].copy()), kv_LCNGD.flip(2))
     assert here.read_kv(slots).is_contiguous()
     assert here.kv_LCSGD.float().abs().sum() == kv_LCNGD.float().abs().sum()
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "shuffled", "one block"])
+def test_kv_moves_alike_however_the_slots_lie(order: str) -> None:
+    num_blocks = 2 * MIN_READ_RUN
+    here = KVStore(LAYOUT, ROUTING, num_blocks + 1, torch.device("cpu"))
+    numbers = np.arange(1, num_blocks + 1)
+    if order == "shuffled":
+        np.random.default_rng(1).shuffle(numbers)
+    numbers = {"descending": numbers[::-1], "one block": numbers[:1]}.get(order, numbers)
+    slots = slots_of([BlockId(int(n)) for n in numbers], 1, 4 * len(numbers) - 1, 4)
+    bits = np.random.default_rng(2).integers(0, 2**16, (3, 2, len(slots), 2, 4), np.uint16)
+    here.write_kv(slots, torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
+    expected = np.zeros((3, 2, 4 * num_blocks + 4, 2, 4), np.uint16)
+    expected[:, :, slots] = bits
+    np.testing.assert_array_equal(here.kv_LCSGD.view(torch.int16).numpy().view(np.uint16), expected)
+    out = torch.empty(here.kv_shape(len(slots)), dtype=torch.bfloat16)
+    here.read_kv_into(slots, out)
+    for got in (out, here.read_kv(slots)):
+        np.testing.assert_array_equal(got.view(torch.int16).numpy().view(np.uint16), bits)
+
+
+def test_runs_are_the_longest_stretches_of_neighbours() -> None:
+    assert list(runs_of(np.array([4, 5, 6, 9, 8, 9]))) == [Run(4, 0, 3), Run(9, 3, 4), Run(8, 4, 6)]
+    assert list(runs_of(np.array([], np.int64))) == []
+
+
+@pytest.mark.parametrize(("start", "end"), [(2, 9), (4, 8), (7, 8), (8, 9), (5, 5)])
+def test_rows_of_positions_are_those_of_their_slots(start: int, end: int) -> None:
+    here = store()
+    here.write_rows(slots_of(BLOCKS, 2, 9, 4), rows(7))
+    got = here.read_row_range(BLOCKS, start, end)
+    np.testing.assert_array_equal(got, rows(7)[start - 2 : end - 2], strict=True)
+    got[:] = 0
+    np.testing.assert_array_equal(here.read_row_range(BLOCKS, start, end), rows(7)[start - 2 : end - 2])
+
+
+def test_a_missing_row_among_positions_is_named() -> None:
+    here = store()
+    here.write_rows(slots_of(BLOCKS, 0, 3, 4), rows(3))
+    for start, end, name in ((3, 4, "offset 0 of 1"), (1, 5, "offset 2 of 4")):
+        with pytest.raises(RoutingMissingError, match=name):
+            here.read_row_range(BLOCKS, start, end)
 
 
 def test_rows_come_back_as_a_copy_in_the_models_dtype() -> None:
