@@ -48,6 +48,9 @@ class ModelSettings(LogSettings):
     model: str = Field(description="Checkpoint directory, or a Hugging Face hub id.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: what the checkpoint declares.")
+    kernels: Literal["auto", "avx512_bf16", "portable", "torch"] = Field(
+        "auto", description="What computes: auto is the fastest set here; all workers of a cluster need the same."
+    )
     max_model_len: int | None = Field(None, gt=1, description="Context in tokens; default: what the checkpoint allows.")
     block_size: int = Field(16, description="Tokens per KV block: a power of two, at most 256.")
     kv_cache_memory: ByteSize | None = Field(None, description="KV cache per worker, e.g. 1GiB (the default).")

@@ -10,16 +10,16 @@ Shape suffixes: T tokens, H hidden size, N query heads, P dimensions of a head t
 C dimensions of the compressed vector, V value dimensions of a head, S slots.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from common.model.attention import QueryGroup
 from common.model.config import LatentAttention
-from common.model.layers import linear, per_head_product
-from common.model.rope import CosSin, rotate
+from common.model.kernels.interface import Linear
+from common.model.layers import per_head_product
+from common.model.plan import ForwardPlan
+from common.model.rope import Angles, CosSin, rotate
 
 #: Of the norms of compressed vectors: DeepSeek's own, whatever the model's other norms have.
 _EPS = 1e-6
@@ -29,15 +29,14 @@ _EPS = 1e-6
 class CompressedQuery:
     """The way of a query through a compressed vector of its own."""
 
-    #: [Q, H], and its bias [Q]: to the compressed vector.
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    #: From H inputs to the Q of the compressed vector.
+    down: Linear
     #: [Q]
     norm: torch.Tensor
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """What the queries of all heads are projected from, [T, Q]."""
-        return _rms_norm(linear(x_TH, self.down, self.down_bias), self.norm)
+        return _rms_norm(self.down(x_TH), self.norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +50,29 @@ class MultiHeadLatentAttention:
     config: LatentAttention
     #: None: queries are projected from the hidden state.
     compressed_query: CompressedQuery | None
-    #: [N (P + E), H], or [N (P + E), Q] if queries are compressed.
-    query: torch.Tensor
-    #: [C + E, H], and its bias: the compressed vector, then the rotated key.
-    key_value: torch.Tensor
-    key_value_bias: torch.Tensor | None
+    #: From H inputs, or Q if queries are compressed, to N (P + E) outputs.
+    query: Linear
+    #: To C + E outputs: the compressed vector, then the rotated key.
+    key_value: Linear
     #: [C]
     key_value_norm: torch.Tensor
     #: [N, P, C]: from a head's query to the space of the compressed vector.
     absorb_NPC: torch.Tensor
     #: [N, C, V]: from there to a head's output.
     expand_NCV: torch.Tensor
-    #: [H, N V], and its bias.
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
+    #: From N V inputs.
+    out: Linear
 
-    def forward(
-        self, x_TH: torch.Tensor, cos_sin: CosSin, slots_T: torch.Tensor, groups: Sequence[QueryGroup], kv: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, angles: Angles, plan: ForwardPlan, kv: torch.Tensor) -> torch.Tensor:
         """Writes [c | k] of these tokens into `kv`, one layer of the store [1, S, 1, C + E], and attends; [T, H]."""
-        kv[0].index_copy_(0, slots_T, self._cached(x_TH, cos_sin))
-        q_TND = self._queries(x_TH, cos_sin)
-        cache, rank = kv.view(-1, kv.shape[-1]), self.config.kv_rank
-        attended = [group.attend(q_TND[group.tokens], cache, 1, value_dim=rank) for group in groups]
-        output_TNC = attended[0] if len(attended) == 1 else torch.cat(attended)
-        return linear(per_head_product(output_TNC, self.expand_NCV).flatten(1), self.out, self.out_bias)
+        kv[0].index_copy_(0, plan.slots_T, self._cached(x_TH, angles.cos_sin))
+        q_TND = self._queries(x_TH, angles.cos_sin)
+        output_TNC = plan.attention.attend(q_TND, kv, value_dim=self.config.kv_rank)
+        return self.out(per_head_product(output_TNC, self.expand_NCV).flatten(1))
 
     def _cached(self, x_TH: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """[T, 1, C + E]; norm and rotation are computed in fp32 and rounded once."""
-        both = linear(x_TH, self.key_value, self.key_value_bias)
+        both = self.key_value(x_TH)
         c_TC, k_TE = both.tensor_split((self.config.kv_rank,), dim=-1)
         k_T1E = rotate(k_TE.unsqueeze(1).float(), *cos_sin).to(x_TH.dtype)
         return torch.cat((_rms_norm(c_TC, self.key_value_norm).unsqueeze(1), k_T1E), dim=-1)
@@ -91,7 +84,7 @@ class MultiHeadLatentAttention:
         rotated part is rotated and scaled in fp32, and rounded after that.
         """
         inputs = x_TH if self.compressed_query is None else self.compressed_query.forward(x_TH)
-        heads = linear(inputs, self.query).view(len(x_TH), self.config.num_heads, -1)
+        heads = self.query(inputs).view(len(x_TH), self.config.num_heads, -1)
         plain_TNP, rotated_TNE = heads.tensor_split((self.config.plain_dim,), dim=-1)
         absorbed_TNC = per_head_product(plain_TNP, self.absorb_NPC).float()
         q_TND = torch.cat((absorbed_TNC, rotate(rotated_TNE.float(), *cos_sin)), dim=-1)

@@ -7,19 +7,24 @@ dimensions of a head.
 import torch
 
 from common.model.config import LatentAttention
+from common.model.kernels.interface import Kernels, Linear
 from common.model.latent_attention import CompressedQuery, MultiHeadLatentAttention
-from common.model.layers import prepare_weight
 from common.model.rope import interleaved_rows
 from common.model.tensor_source import TensorSource
 from common.model.tensors import layer_tensor
 
 
-def load_latent_attention(source: TensorSource, config: LatentAttention, layer: int) -> MultiHeadLatentAttention:
+def load_latent_attention(
+    source: TensorSource, config: LatentAttention, layer: int, kernels: Kernels
+) -> MultiHeadLatentAttention:
     def tensor(name: str) -> torch.Tensor:
         return source.tensor(layer_tensor(layer, f"self_attn.{name}"))
 
     def bias(name: str) -> torch.Tensor | None:
         return tensor(f"{name}.bias") if config.bias else None
+
+    def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return kernels.linear(kernels.pack(weight), bias)
 
     is_compressed = config.query_rank is not None
     query = tensor("q_b_proj.weight" if is_compressed else "q_proj.weight")
@@ -28,18 +33,19 @@ def load_latent_attention(source: TensorSource, config: LatentAttention, layer: 
     return MultiHeadLatentAttention(
         config=config,
         compressed_query=CompressedQuery(
-            prepare_weight(tensor("q_a_proj.weight")), bias("q_a_proj"), tensor("q_a_layernorm.weight")
+            linear(tensor("q_a_proj.weight"), bias("q_a_proj")), tensor("q_a_layernorm.weight")
         )
         if is_compressed
         else None,
-        query=prepare_weight(_rotary_apart(query, config, config.num_heads)),
-        key_value=prepare_weight(_rotary_apart(tensor("kv_a_proj_with_mqa.weight"), config, 1)),
-        key_value_bias=None if key_value_bias is None else _rotary_apart(key_value_bias, config, 1),
+        query=linear(_rotary_apart(query, config, config.num_heads)),
+        key_value=linear(
+            _rotary_apart(tensor("kv_a_proj_with_mqa.weight"), config, 1),
+            None if key_value_bias is None else _rotary_apart(key_value_bias, config, 1),
+        ),
         key_value_norm=tensor("kv_a_layernorm.weight"),
         absorb_NPC=absorb_NPC,
         expand_NCV=expand_NCV,
-        out=prepare_weight(tensor("o_proj.weight")),
-        out_bias=bias("o_proj"),
+        out=linear(tensor("o_proj.weight"), bias("o_proj")),
     )
 
 

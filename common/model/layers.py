@@ -127,5 +127,6 @@ class GatedFeedForward:
     #: [H, F]
     down: torch.Tensor
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """[T, H]"""
         return linear(silu_gated(linear(x_TH, self.gate_up)), self.down)

@@ -9,8 +9,9 @@ from common.errors import CheckpointError
 from common.model.checkpoint import CheckpointTensors
 from common.model.config import ModelConfig
 from common.model.decoder import MoeDecoder
+from common.model.kernels.choice import choose_kernels
+from common.model.kernels.interface import Kernels
 from common.model.layer_loader import load_layer
-from common.model.layers import prepare_weight
 from common.model.progress import loading_progress
 from common.model.quantized.files import open_checkpoint
 from common.model.rope import rotary_digest
@@ -36,6 +37,7 @@ def load_model(
     *,
     progress: bool,
     max_positions: int | None = None,
+    kernels: Kernels | None = None,
 ) -> LoadedModel:
     """Loads the checkpoint in `path` and converts it to the compute dtype.
 
@@ -43,6 +45,7 @@ def load_model(
         progress: draw a progress bar on stderr, or log lines where that is no terminal.
         max_positions: length of the longest sequence; by default what the checkpoint was trained for. A table has
             that size, and kinds of rotary scaling that depend on the length take this one.
+        kernels: by default the fastest ones for this device and model.
 
     Raises:
         CheckpointError: a file is broken, or a tensor is missing, unknown or of the wrong shape.
@@ -53,18 +56,19 @@ def load_model(
         _check_tied_head(files, config)
         with loading_progress(files.num_bytes(expected), enabled=progress) as advance:
             source = TensorSource(files, dtype, device, advance)
-            decoder = build_decoder(source, config, max_positions)
+            decoder = build_decoder(source, config, kernels or choose_kernels("auto", device, config), max_positions)
     rotary = rotary_digest(config.rope, config.attention.rotary_dim, decoder.max_positions)
     return LoadedModel(decoder, source.fingerprint(config, rotary))
 
 
-def build_decoder(source: TensorSource, config: ModelConfig, max_positions: int | None) -> MoeDecoder:
+def build_decoder(source: TensorSource, config: ModelConfig, kernels: Kernels, max_positions: int | None) -> MoeDecoder:
     """Reads every tensor of `checkpoint_tensors`, once."""
     embedding = source.tensor(EMBEDDING)
-    layers = [load_layer(source, config, index) for index in range(config.num_layers)]
+    layers = [load_layer(source, config, index, kernels) for index in range(config.num_layers)]
     final_norm = source.tensor(FINAL_NORM)
     lm_head = embedding if config.tie_word_embeddings else source.tensor(LM_HEAD)
-    return MoeDecoder(config, embedding, layers, final_norm, prepare_weight(lm_head), max_positions)
+    head = kernels.linear(kernels.pack(lm_head))
+    return MoeDecoder(config, kernels, embedding, layers, final_norm, head, max_positions)
 
 
 def _optional_tensors(files: CheckpointTensors, config: ModelConfig) -> frozenset[str]:

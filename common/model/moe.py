@@ -1,4 +1,4 @@
-"""The mixture-of-experts block in its four steps: route (`common.model.router`), dispatch, compute, combine.
+"""The experts of a mixture-of-experts block in plain torch: dispatch, compute, combine.
 
 Shape suffixes: T tokens, H hidden size, E experts, K experts per token, F expert width, R = T × K rows
 ordered by expert.
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.model.layers import GatedFeedForward, linear, sigmoid, silu_gated
-from common.model.router import Router
+from common.model.layers import linear, silu_gated
 
 #: Fused gate and up outputs [R, 2 F] to [R, F].
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -44,8 +43,8 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """The weights of all experts of a layer, by id."""
+class TorchExperts:
+    """All experts of a layer, see `common.model.kernels.interface`."""
 
     #: [2 F, H] each: gate rows, then up rows; and their biases, [E, 2 F].
     gate_up: Sequence[torch.Tensor]
@@ -55,40 +54,15 @@ class Experts:
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
+    def __call__(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        dispatch = Dispatch.plan(ids_TK, len(self.gate_up))
+        y_RH = self.forward(dispatch.scatter(x_TH), dispatch.counts)
+        return combine(dispatch.gather(y_RH), weights_TK).to(x_TH.dtype)
+
     def forward(self, x_RH: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Applies each expert to its `counts` consecutive rows, [R, H]."""
         gate_up_RF = grouped_linear(x_RH, self.gate_up, self.gate_up_bias, counts)
         return grouped_linear(self.activate(gate_up_RF), self.down, self.down_bias, counts)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedExpert:
-    """The network that every token goes through beside its experts."""
-
-    network: GatedFeedForward
-    #: [1, H]; None: its output counts in full.
-    gate_1H: torch.Tensor | None = None
-
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        y_TH = self.network.forward(x_TH)
-        if self.gate_1H is None:
-            return y_TH
-        return (sigmoid(linear(x_TH, self.gate_1H).float()) * y_TH).to(x_TH.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class MoeFeedForward:
-    """The feed-forward block of an MoE layer, after its router has chosen."""
-
-    router: Router
-    experts: Experts
-    shared: SharedExpert | None = None
-
-    def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        dispatch = Dispatch.plan(ids_TK, len(self.experts.gate_up))
-        y_RH = self.experts.forward(dispatch.scatter(x_TH), dispatch.counts)
-        y_TH = combine(dispatch.gather(y_RH), weights_TK).to(x_TH.dtype)
-        return y_TH if self.shared is None else y_TH + self.shared.forward(x_TH)
 
 
 def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:

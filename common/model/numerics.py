@@ -8,17 +8,13 @@ import torch
 import xxhash
 
 from common.errors import ConfigError
+from common.kv.pool import BlockId
+from common.kv.store import KVLayout
 from common.model.attention import TILE
-from common.model.config import ModelConfig
-from common.model.layers import (
-    FP32_MULTIPLE,
-    batched_product,
-    linear,
-    per_head_product,
-    prepare_weight,
-    sigmoid,
-    silu_gated,
-)
+from common.model.batch import Chunk
+from common.model.config import ModelConfig, RouterConfig
+from common.model.kernels.interface import Kernels
+from common.model.layers import FP32_MULTIPLE, per_head_product
 
 #: Takes the sizes of a tensor and fills it with the next fixed numbers.
 Draw = Callable[..., torch.Tensor]
@@ -56,7 +52,7 @@ def is_exact(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def numerics_fingerprint(device: torch.device, dtype: torch.dtype) -> str:
+def numerics_fingerprint(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> str:
     """Equal on two workers only if they compute the same bits: a description, and the digest of a probe.
 
     The probe runs the kernels themselves, so it also sees what no version number tells (an instruction set limited by
@@ -64,12 +60,13 @@ def numerics_fingerprint(device: torch.device, dtype: torch.dtype) -> str:
     """
     parts = {
         "device": _device_name(device),
+        "kernels": kernels.name,
         "torch": torch.__version__,
         "onednn": _onednn_version(),
         "dtype": str(dtype).removeprefix("torch."),
         "tile": TILE,
         "pad": FP32_MULTIPLE,
-        "probe": _probe(device, dtype),
+        "probe": _probe(device, dtype, kernels),
     }
     return " ".join(f"{key}={value}" for key, value in parts.items())
 
@@ -86,26 +83,45 @@ def _onednn_version() -> str:
 
 
 @torch.inference_mode()
-def _probe(device: torch.device, dtype: torch.dtype) -> str:
-    """Digest of fixed products and of the functions between them, at sizes of published models."""
+def _probe(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> str:
+    """Digest of what the kernels make of fixed numbers, at sizes of published models."""
     random = np.random.Generator(np.random.PCG64(0))
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.from_numpy(random.standard_normal(shape, np.float32)).to(device)
 
     digest = xxhash.xxh3_64()
-    for part in (_layers(draw, dtype), _latent_attention(draw, dtype), _fp32_router(draw)):
-        for result in part:
-            digest.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    parts = (
+        _products(draw, dtype, kernels),
+        _attention(draw, dtype, kernels),
+        _latent_attention(draw, dtype),
+        _routers(draw, dtype, kernels),
+    )
+    for result in (result for part in parts for result in part):
+        digest.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _layers(draw: Draw, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    weight = prepare_weight(draw(256, 2048).to(dtype))
+def _products(draw: Draw, dtype: torch.dtype, kernels: Kernels) -> Iterator[torch.Tensor]:
+    norm = draw(2048).to(dtype)
+    linear = kernels.linear(kernels.pack(draw(256, 2048).to(dtype)))
+    gated = kernels.gated(kernels.pack(draw(256, 2048).to(dtype), fused=True), kernels.pack(draw(2048, 128).to(dtype)))
     for num_rows in _NUM_ROWS:
-        product = linear(draw(num_rows, 2048).to(dtype), weight)
-        weights_XRI = torch.softmax(product.float(), -1).to(dtype)[:1].expand(1, FP32_MULTIPLE, -1)
-        yield from (product, silu_gated(product), batched_product(weights_XRI, draw(1, TILE, 64).to(dtype)))
+        normed = kernels.add_norm(draw(num_rows, 2048).to(dtype), None, norm, 1e-6)
+        yield from (normed, linear(normed), gated(normed))
+
+
+def _attention(draw: Draw, dtype: torch.dtype, kernels: Kernels) -> Iterator[torch.Tensor]:
+    """A sequence of one tile and a half: its last token alone, and all of them at once."""
+    length, block_size, num_heads = TILE * 3 // 2, 16, 4
+    blocks = [BlockId(block) for block in range(1, 1 + length // block_size)]
+    layout = KVLayout(1, 2, 64, block_size, dtype)
+    num_slots = length + block_size
+    kv_CSGD = draw(2, num_slots, 2, 64).to(dtype)
+    for num_tokens in (1, length):
+        chunk = Chunk([0] * num_tokens, length - num_tokens, blocks, wants_logits=False, wants_rows=False)
+        plan = kernels.plan_attention([chunk], num_heads, frozenset({None}), layout, num_slots, kv_CSGD.device)
+        yield plan.attend(draw(num_tokens, num_heads, 64).to(dtype), kv_CSGD)
 
 
 def _latent_attention(draw: Draw, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -116,9 +132,13 @@ def _latent_attention(draw: Draw, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             yield per_head_product(draw(num_rows, 2, num_inputs).to(dtype), weight_NIO)
 
 
-def _fp32_router(draw: Draw) -> Iterator[torch.Tensor]:
-    """Some families choose experts in fp32 whatever the compute dtype is, which takes another library's kernels."""
-    weight = draw(256, 7168)
-    for num_rows in _NUM_ROWS:
-        logits = linear(draw(num_rows, 7168), weight)
-        yield from (logits, sigmoid(logits), torch.softmax(logits, dim=-1))
+def _routers(draw: Draw, dtype: torch.dtype, kernels: Kernels) -> Iterator[torch.Tensor]:
+    """Some families choose experts in fp32 whatever the compute dtype is, which may take another library's kernels."""
+    for router_dtype in (dtype, torch.float32):
+        weight_EH = draw(256, 7168).to(router_dtype)
+        for config in (RouterConfig(), RouterConfig(scoring="sigmoid")):
+            router = kernels.router(config, 8, weight_EH, None, None, dtype)
+            for num_rows in _NUM_ROWS:
+                # Ids differ in type from set to set.
+                ids, weights = router.choose(draw(num_rows, 7168).to(dtype))
+                yield from (ids.long(), weights)

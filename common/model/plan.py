@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from common.kv.store import KVStore, SlotArray, slots_of
-from common.model.attention import QueryGroup, plan_groups
 from common.model.batch import Chunk
 from common.model.config import ModelConfig
+from common.model.kernels.interface import AttentionPlan, Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,7 @@ class ForwardPlan:
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots_T: torch.Tensor
-    #: Query groups by sliding window.
-    groups: dict[int | None, list[QueryGroup]]
+    attention: AttentionPlan
     #: Rows of the batch whose logits are wanted, in the order of the chunks as they were given.
     logits_N: torch.Tensor
     #: The batch row of each chunk's first token, in the order of the chunks as they were given.
@@ -40,8 +39,8 @@ class ForwardPlan:
         return replace(self, token_ids_T=_tensor(ids_T, self.token_ids_T.device))
 
 
-def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore) -> ForwardPlan:
-    """Puts single-token chunks first, longest sequence first, as `plan_groups` wants them."""
+def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore, kernels: Kernels) -> ForwardPlan:
+    """Puts single-token chunks first, longest sequence first, as `Kernels.plan_attention` wants them."""
     assert all(chunk.token_ids for chunk in chunks), "a chunk has no tokens"
     order = sorted(range(len(chunks)), key=lambda i: (len(chunks[i].token_ids) > 1, -chunks[i].end))
     ordered = [chunks[i] for i in order]
@@ -55,10 +54,9 @@ def plan_forward(chunks: Sequence[Chunk], config: ModelConfig, store: KVStore) -
         token_ids_T=_tensor(_joined_ids(ordered), device),
         positions_T=_tensor(np.concatenate([np.arange(chunk.start, chunk.end) for chunk in ordered]), device),
         slots_T=_tensor(np.concatenate(slots), device),
-        groups={
-            window: plan_groups(ordered, config.num_heads, window, store.layout, num_slots, device)
-            for window in set(config.sliding_windows)
-        },
+        attention=kernels.plan_attention(
+            ordered, config.num_heads, frozenset(config.sliding_windows), store.layout, num_slots, device
+        ),
         logits_N=torch.tensor([end_row[i] - 1 for i, c in enumerate(chunks) if c.wants_logits], device=device).long(),
         first_rows=[end_row[i] - len(c.token_ids) for i, c in enumerate(chunks)],
         routed_tokens=_joined([tokens_of[i] for i in routed]),

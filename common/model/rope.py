@@ -4,6 +4,7 @@ Shape suffixes: P positions of the table, T tokens, N heads, D head size, R rota
 """
 
 import math
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -35,11 +36,24 @@ class RotaryTable:
             angles_PR = np.arange(slab.start, slab.stop).astype(np.float32)[:, None] * frequencies_R
             cos_PR[slab] = np.cos(angles_PR, dtype=np.float64) * rope.attention_factor
             sin_PR[slab] = np.sin(angles_PR, dtype=np.float64) * rope.attention_factor
-        self._cos_PR, self._sin_PR = torch.from_numpy(cos_PR).to(device), torch.from_numpy(sin_PR).to(device)
+        self.cos_PR, self.sin_PR = torch.from_numpy(cos_PR).to(device), torch.from_numpy(sin_PR).to(device)
 
     def look_up(self, positions_T: torch.Tensor) -> CosSin:
         """Cosine and sine of the positions, each [T, 1, R], ready to broadcast over heads."""
-        return self._cos_PR[positions_T].unsqueeze(1), self._sin_PR[positions_T].unsqueeze(1)
+        return self.cos_PR[positions_T].unsqueeze(1), self.sin_PR[positions_T].unsqueeze(1)
+
+
+class Angles:
+    """The positions of one batch: looked up once, by whoever does not read the table itself."""
+
+    def __init__(self, table: RotaryTable, positions_T: torch.Tensor) -> None:
+        self.table = table
+        self.positions_T = positions_T
+
+    @cached_property
+    def cos_sin(self) -> CosSin:
+        """Each [T, 1, R]."""
+        return self.table.look_up(self.positions_T)
 
 
 def rotate(x_TND: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,12 @@ import torch
 
 from common.model.config import RouterConfig
 from common.model.layers import linear, sigmoid
+from common.routing.capture import LayerRows
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
-    """Top-k router; returns its choice, so that recording it is one line where it is called."""
+class TorchRouter:
+    """Top-k router, see `common.model.kernels.interface`."""
 
     config: RouterConfig
     top_k: int
@@ -24,7 +25,7 @@ class Router:
     #: fp32; None where there is none.
     correction_E: torch.Tensor | None = None
 
-    def choose(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, x_TH: torch.Tensor, rows: LayerRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Expert ids and fp32 weights, both [T, K], by descending selection score, ties by the lower id.
 
         The sort is stable and covers all experts, because `topk` leaves the order of ties open.
@@ -34,6 +35,8 @@ class Router:
         ranking_TE = scores_TE if self.correction_E is None else scores_TE + self.correction_E
         ranking_TE = self._within_best_groups(ranking_TE)
         ids_TK = torch.sort(ranking_TE, dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        if rows is not None:
+            rows.write(ids_TK)
         return ids_TK, self._weights(scores_TE.gather(1, ids_TK))
 
     def _scores(self, logits_TE: torch.Tensor) -> torch.Tensor:

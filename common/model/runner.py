@@ -32,7 +32,7 @@ class ModelRunner:
         assert store.layout.dtype == decoder.dtype, "the store and the decoder differ in dtype"
         self._resident: MoeDecoder | None = decoder
         self._store = store
-        self._plans = PlanAhead(partial(plan_forward, config=decoder.config, store=store))
+        self._plans = PlanAhead(partial(plan_forward, config=decoder.config, store=store, kernels=decoder.kernels))
 
     def use(self, decoder: MoeDecoder | None) -> None:
         """Computes with other weights of the same shape from the next step on. None: holds none, and runs no step."""

@@ -21,14 +21,14 @@ class TensorSource:
 
     def __init__(self, files: CheckpointTensors, dtype: torch.dtype, device: torch.device, advance: Advance) -> None:
         self._files = files
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._advance = advance
         self._digests: dict[str, str] = {}
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Uninitialised, in the compute dtype."""
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self.dtype, device=self._device)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, dequantised if need be and not converted, on the CPU; valid while the files are open."""

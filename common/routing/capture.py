@@ -1,25 +1,56 @@
 """Collects the router's choices during one forward pass. Shape suffixes: T tokens, L layers, K experts per token."""
 
+from dataclasses import dataclass
+
 import torch
 
 from common.routing.record import RoutingArray, RoutingLayout
 
+#: torch's type of as many bytes; the bits are what counts, and the array that comes out is unsigned again.
+_TORCH_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """One layer's place in the rows of a batch."""
+
+    ids_TK: torch.Tensor
+
+    def write(self, expert_ids_TK: torch.Tensor) -> None:
+        """Keeps one MoE layer's ids, ordered by descending selection score, ties by lower id."""
+        self.ids_TK.copy_(expert_ids_TK)
+
+    @property
+    def address(self) -> int:
+        """Of the first token's ids, for kernels that write them there themselves; K ids follow each other."""
+        return self.ids_TK.data_ptr()
+
+    @property
+    def row_bytes(self) -> int:
+        """Distance from one token's ids to the next one's."""
+        return self.ids_TK.stride(0) * self.ids_TK.itemsize
+
+    @property
+    def id_bytes(self) -> int:
+        return self.ids_TK.itemsize
+
 
 class RoutingCapture:
-    """Expert ids of one forward pass, kept on the device until the pass is over (one copy, no sync per layer).
+    """Expert ids of one forward pass, in the form of the rows, kept on the device until the pass is over.
 
-    Layers that never call `record` (dense layers) hold zeros.
+    Layers that nobody writes (dense layers) hold zeros.
     """
 
     def __init__(self, layout: RoutingLayout, num_tokens: int, device: torch.device) -> None:
         self._layout = layout
-        self._ids_LTK = torch.zeros((layout.num_layers, num_tokens, layout.top_k), dtype=torch.int32, device=device)
+        shape = (num_tokens, layout.num_layers, layout.top_k)
+        self._ids_TLK = torch.zeros(shape, dtype=_TORCH_TYPES[layout.dtype.itemsize], device=device)
 
-    def record(self, layer: int, expert_ids_TK: torch.Tensor) -> None:
-        """Keeps one MoE layer's ids, ordered by descending selection score, ties by lower id."""
-        self._ids_LTK[layer] = expert_ids_TK
+    def layer(self, index: int) -> LayerRows:
+        """Where layer `index` writes its ids."""
+        return LayerRows(self._ids_TLK[:, index])
 
     def take(self) -> RoutingArray:
         """All ids as a C-order [T, L, K] array in the model's routing dtype."""
-        rows_TLK = self._ids_LTK.transpose(0, 1).cpu().numpy()
-        return rows_TLK.astype(self._layout.dtype, order="C")
+        rows_TLK: RoutingArray = self._ids_TLK.cpu().numpy().view(self._layout.dtype)
+        return rows_TLK

@@ -11,6 +11,7 @@ import torch
 from common.errors import CheckpointError, InvalidRequestError, UnavailableError
 from common.model.config import ModelConfig
 from common.model.families import parse_config
+from common.model.kernels.interface import Kernels
 from common.model.loader import LoadedModel, load_model
 
 #: What may differ: weights are converted and dequantised, layers that predict further tokens are left alone, and the
@@ -21,9 +22,13 @@ _FREE_FIELDS = frozenset({"dtype", "eos_token_ids", "num_extra_layers", "quantiz
 class CheckpointLoader:
     """Loads what fits `config`: the same architecture and shape, so that KV, rows and requests keep their meaning."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_positions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_positions: int, kernels: Kernels
+    ) -> None:
         self._config = config
-        self._load = partial(load_model, dtype=dtype, device=device, progress=False, max_positions=max_positions)
+        self._load = partial(
+            load_model, dtype=dtype, device=device, progress=False, max_positions=max_positions, kernels=kernels
+        )
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="weights",

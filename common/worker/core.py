@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import structlog
 import torch
 
 from common.config import WorkerSettings
@@ -17,6 +18,7 @@ from common.kv.pool import BlockPool
 from common.kv.store import KVLayout, KVStore
 from common.model.config import ModelConfig
 from common.model.decoder import MoeDecoder
+from common.model.kernels.choice import choose_kernels
 from common.model.loader import LoadedModel, load_model
 from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
 from common.model.runner import ModelRunner, kv_layout
@@ -28,6 +30,8 @@ from common.worker.weights import Weights
 
 #: KV cache of a worker that was told nothing: enough for tens of thousands of tokens of a small model.
 DEFAULT_KV_CACHE_BYTES = 2**30
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,9 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
     layout = kv_layout(config, settings.block_size, dtype)
     num_blocks = _num_usable_blocks(settings, layout, config)
     max_model_len = _max_model_len(settings, config, num_blocks)
-    loaded = load_model(path, config, dtype, device, progress=True, max_positions=max_model_len)
+    kernels = choose_kernels(settings.kernels, device, config)
+    log.info("kernels_chosen", kernels=kernels.name)
+    loaded = load_model(path, config, dtype, device, progress=True, max_positions=max_model_len, kernels=kernels)
     give_back_memory()
     store = _allocate(layout, config, num_blocks, device, poison=settings.debug_poison_kv)
     bridge = EngineBridge()
@@ -91,8 +97,8 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
         prefix_caching=settings.enable_prefix_caching,
     )
     bridge.attach(engine)
-    description = _describe(settings, config, loaded, max_model_len, numerics_fingerprint(device, dtype))
-    loader = CheckpointLoader(config, dtype, device, max_model_len)
+    description = _describe(settings, config, loaded, max_model_len, numerics_fingerprint(device, dtype, kernels))
+    loader = CheckpointLoader(config, dtype, device, max_model_len, kernels)
     weights = Weights(description, path, loader.load, partial(_use, runner, engine))
     engine.label_tokens(settings.weight_version)
     return WorkerCore(weights, cores, is_exact(device), store, engine, bridge, _grammars(path, config))

@@ -13,6 +13,8 @@ from common.engine.solo import SoloResult, SoloRunner
 from common.errors import ConfigError, InvalidRequestError
 from common.kv.store import KVStore
 from common.model.config import ModelConfig
+from common.model.kernels.choice import available_kernels
+from common.model.kernels.interface import Kernels
 from common.model.loader import load_model
 from common.model.numerics import numerics_fingerprint
 from common.model.runner import ModelRunner, kv_layout
@@ -80,8 +82,10 @@ class SoloOracle:
         """
         # The other half is the cluster's, if it runs here. Threads that wait for one another on busy cores are slow.
         torch.set_num_threads(max(1, num_cores() // 2))
-        device, dtype = _same_arithmetic(served.numerics)
-        loaded = load_model(path, config, dtype, device, progress=True, max_positions=served.max_model_len)
+        device, dtype, kernels = _same_arithmetic(served.numerics, config)
+        loaded = load_model(
+            path, config, dtype, device, progress=True, max_positions=served.max_model_len, kernels=kernels
+        )
         if loaded.fingerprint != served.fingerprint:
             raise ConfigError(
                 f"the cluster serves other weights (fingerprint {served.fingerprint}) than {path} holds "
@@ -121,14 +125,17 @@ def compile_grammars(path: Path, config: ModelConfig, vocabulary: Vocabulary) ->
         return {}  # a tokenizer of a kind that llguidance does not know; the report says that none were asked for
 
 
-def _same_arithmetic(numerics: str) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype that give the cluster's numerics fingerprint. Raises ConfigError if none here does."""
+def _same_arithmetic(numerics: str, config: ModelConfig) -> tuple[torch.device, torch.dtype, Kernels]:
+    """What gives the cluster's numerics fingerprint. Raises ConfigError if nothing here does."""
     devices = [torch.device(name) for name in ("cpu", "cuda") if name == "cpu" or torch.cuda.is_available()]
-    mine = [(device, dtype) for device in devices for dtype in (torch.float32, torch.bfloat16)]
-    for device, dtype in mine:
-        if numerics_fingerprint(device, dtype) == numerics:
-            return device, dtype
-    here = "; ".join(numerics_fingerprint(device, dtype) for device, dtype in mine)
+    seen = []
+    for device in devices:
+        for kernels in available_kernels(device, config):
+            for dtype in (torch.float32, torch.bfloat16):
+                seen.append(numerics_fingerprint(device, dtype, kernels))
+                if seen[-1] == numerics:
+                    return device, dtype, kernels
+    here = "; ".join(seen)
     raise ConfigError(
         f"this machine computes other bits than the cluster, so a solo run here proves nothing: "
         f"the cluster has [{numerics}], here there is [{here}]; run verify on a machine like the workers'"

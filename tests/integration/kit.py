@@ -113,5 +113,7 @@ def checkpoint_kit(
         max_model_len=max_model_len or config.max_position_embeddings,
         eos_token_ids=config.eos_token_ids,
         path=path,
-        load=CheckpointLoader(config, dtype, device, max_model_len or config.max_position_embeddings).load,
+        load=CheckpointLoader(
+            config, dtype, device, max_model_len or config.max_position_embeddings, loaded.decoder.kernels
+        ).load,
     )

@@ -83,7 +83,7 @@ class _Bench:
     def forward(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """Hidden states of each chunk; stores what the runner stores."""
         store, config = self._harness.store, self._decoder.config
-        plan = plan_forward(chunks, config, store)
+        plan = plan_forward(chunks, config, store, self._decoder.kernels)
         capture = RoutingCapture(config.routing, len(plan.token_ids_T), store.kv_LCSGD.device)
         hidden_TH = self._decoder.forward(plan, store.kv_LCSGD, capture)
         store.write_rows(plan.routed_slots, capture.take()[plan.routed_tokens])

@@ -8,6 +8,7 @@ import torch
 
 from common.errors import ConfigError
 from common.model.families import parse_config
+from common.model.kernels.reference import TORCH
 from common.model.loader import load_model
 from common.model.numerics import numerics_fingerprint
 from common.model.synthesize import synthesize
@@ -30,13 +31,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(checkpoint: Path, **changes: Any) -> SoloOracle:
     config = parse_config(checkpoint)
     fingerprint = load_model(checkpoint, config, torch.float32, CPU, progress=False).fingerprint
-    described = {"numerics": numerics_fingerprint(CPU, torch.float32), "fingerprint": fingerprint, **changes}
+    described = {"numerics": numerics_fingerprint(CPU, torch.float32, TORCH), "fingerprint": fingerprint, **changes}
     return SoloOracle.load(checkpoint, config, Served(max_model_len=128, **described), num_positions=128)
 
 
 def test_the_dtype_is_the_clusters(checkpoint: Path) -> None:
     assert load(checkpoint).dtype == torch.float32
-    assert load(checkpoint, numerics=numerics_fingerprint(CPU, torch.bfloat16)).dtype == torch.bfloat16
+    assert load(checkpoint, numerics=numerics_fingerprint(CPU, torch.bfloat16, TORCH)).dtype == torch.bfloat16
 
 
 def test_other_arithmetic_is_refused_with_both_descriptions(checkpoint: Path) -> None:

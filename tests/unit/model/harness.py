@@ -13,6 +13,7 @@ from common.kv.store import KVStore, slots_of
 from common.model.batch import Chunk
 from common.model.decoder import MoeDecoder
 from common.model.families import parse_config
+from common.model.kernels.choice import choose_kernels
 from common.model.loader import load_model
 from common.model.plan import plan_forward
 from common.model.runner import ModelRunner, kv_layout
@@ -28,8 +29,10 @@ def make_checkpoint(path: Path, family: str, overrides: Mapping[str, Any], *, se
     return path
 
 
-def load_decoder(path: Path, dtype: torch.dtype = torch.float32) -> MoeDecoder:
-    return load_model(path, parse_config(path), dtype, CPU, progress=False).decoder
+def load_decoder(path: Path, dtype: torch.dtype = torch.float32, kernels: str = "auto") -> MoeDecoder:
+    config = parse_config(path)
+    chosen = choose_kernels(kernels, CPU, config)
+    return load_model(path, config, dtype, CPU, progress=False, kernels=chosen).decoder
 
 
 def chunk(tokens: Sequence[int], start: int, blocks: Sequence[BlockId], *, wants_rows: bool = True) -> Chunk:
@@ -57,7 +60,7 @@ class Harness:
     def all_logits(self, tokens: Sequence[int], start: int, blocks: Sequence[BlockId]) -> torch.Tensor:
         """Logits [len(tokens), V] of every position of one chunk; stores KV and rows as the runner does."""
         self.runner.execute([chunk(tokens, start, blocks)])
-        plan = plan_forward([chunk(tokens, start, blocks)], self.decoder.config, self.store)
+        plan = plan_forward([chunk(tokens, start, blocks)], self.decoder.config, self.store, self.decoder.kernels)
         return self.decoder.logits(self.decoder.forward(plan, self.store.kv_LCSGD, None))
 
     def rows(self, blocks: Sequence[BlockId], num_tokens: int) -> RoutingArray:

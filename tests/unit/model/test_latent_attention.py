@@ -19,7 +19,7 @@ from common.model.layers import per_head_product
 from common.model.plan import ForwardPlan, plan_forward
 from common.model.quantized.config import block_fp8
 from common.model.quantized.files import open_checkpoint
-from common.model.rope import RotaryTable
+from common.model.rope import Angles, RotaryTable
 from common.model.synthesize import synthesize
 from tests.unit.model.harness import Harness, chunk, load_decoder, make_checkpoint, solo_run
 
@@ -112,12 +112,12 @@ class _Layer:
         """Output [T, H] and what is cached [T, C + R]."""
         plan = self._plan(len(x_TH))
         kv = self._harness.store.kv_LCSGD[0]
-        output = self._block.forward(x_TH, self._rotary.look_up(plan.positions_T), plan.slots_T, plan.groups[None], kv)
+        output = self._block.forward(x_TH, Angles(self._rotary, plan.positions_T), plan, kv)
         return output, kv[0, plan.slots_T, 0]
 
     def _plan(self, num_tokens: int) -> ForwardPlan:
         whole = chunk([0] * num_tokens, 0, self._harness.blocks_for(num_tokens))
-        return plan_forward([whole], self._harness.decoder.config, self._harness.store)
+        return plan_forward([whole], self._harness.decoder.config, self._harness.store, self._harness.decoder.kernels)
 
 
 @pytest.mark.parametrize("variant", _VARIANTS)

@@ -9,9 +9,11 @@ from safetensors.torch import load_file
 
 from common.model.checkpoint import CheckpointFiles
 from common.model.families import parse_config
+from common.model.feed_forward import MoeFeedForward
+from common.model.kernels.reference import TORCH
 from common.model.layer_loader import load_layer
 from common.model.layers import linear, prepare_weight
-from common.model.moe import Experts, MoeFeedForward
+from common.model.moe import TorchExperts
 from common.model.tensor_source import TensorSource
 from tests.unit.model.harness import CPU, make_checkpoint
 
@@ -63,11 +65,12 @@ class _RecordingSource(TensorSource):
         return super().empty(*shape)
 
 
-def _load(path: Path, dtype: torch.dtype) -> tuple[Experts, list[tuple[int, ...]]]:
+def _load(path: Path, dtype: torch.dtype) -> tuple[TorchExperts, list[tuple[int, ...]]]:
     with _OneExpertAtATime(path) as files:
         source = _RecordingSource(files, dtype)
-        layer = load_layer(source, parse_config(path), 0)
+        layer = load_layer(source, parse_config(path), 0, TORCH)
     assert isinstance(layer.feed_forward, MoeFeedForward)
+    assert isinstance(layer.feed_forward.experts, TorchExperts)
     return layer.feed_forward.experts, source.allocated
 
 

@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import CheckpointError
 from common.model.families import parse_config
+from common.model.feed_forward import MoeFeedForward
+from common.model.kernels.reference import TORCH
 from common.model.loader import LoadedModel, build_decoder, load_model
-from common.model.moe import MoeFeedForward
 from common.model.quantized.config import MXFP4, Quantization, block_fp8
 from common.model.quantized.files import open_checkpoint
+from common.model.router import TorchRouter
 from common.model.synthesize import synthesize
 from common.model.tensor_source import TensorSource
 from common.model.tensors import checkpoint_tensors
@@ -173,7 +175,7 @@ def test_progress_goes_to_the_end_although_some_tensors_are_never_read(
     _edit(path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
     config, counted = parse_config(path), list[int]()
     with open_checkpoint(path, config.quantization) as files:
-        build_decoder(TensorSource(files, torch.float32, CPU, counted.append), config, None)
+        build_decoder(TensorSource(files, torch.float32, CPU, counted.append), config, TORCH, None)
         assert sum(counted) == files.num_bytes(checkpoint_tensors(config)) > 0
 
 
@@ -187,7 +189,7 @@ def test_a_quantised_tensor_counts_as_the_values_that_it_stands_for(tmp_path: Pa
     for path, kind in ((packed, quantization), (plain, None)):
         with open_checkpoint(path, kind) as files:
             source = TensorSource(files, torch.bfloat16, CPU, lambda count: None)
-            build_decoder(source, config, None)
+            build_decoder(source, config, TORCH, None)
         fingerprints.add(source.fingerprint(config, ""))
     assert len(fingerprints) == 1
 
@@ -197,8 +199,11 @@ def test_a_correction_is_fp32_whatever_it_is_stored_and_computed_in(tmp_path: Pa
     path = make_checkpoint(tmp_path / "m", "glm4_moe", {"num_hidden_layers": 2})
     drawn = torch.linspace(-0.1, 0.1, 8).to(stored)
     _edit(path, lambda tensors: tensors.update({"model.layers.1.mlp.gate.e_score_correction_bias": drawn}))
-    feed_forward = _load(path, torch.bfloat16).decoder._layers[1].feed_forward
+    config = parse_config(path)
+    loaded = load_model(path, config, torch.bfloat16, CPU, progress=False, kernels=TORCH)
+    feed_forward = loaded.decoder._layers[1].feed_forward
     assert isinstance(feed_forward, MoeFeedForward)
+    assert isinstance(feed_forward.router, TorchRouter)
     correction = feed_forward.router.correction_E
     assert correction is not None
     assert correction.dtype == torch.float32

@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from common.model.config import RouterConfig
+from common.model.feed_forward import MoeFeedForward
 from common.model.layers import clamped_swiglu
-from common.model.moe import Dispatch, Experts, MoeFeedForward, combine
-from common.model.router import Router
+from common.model.moe import Dispatch, TorchExperts, combine
+from common.model.router import TorchRouter
 
 
 def _draw(*shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(list(shape)).standard_normal(shape, np.float32))
 
 
-def _router_with_logits(rows: list[list[float]], top_k: int, *, norm: bool = True) -> tuple[Router, torch.Tensor]:
+def _router_with_logits(rows: list[list[float]], top_k: int, *, norm: bool = True) -> tuple[TorchRouter, torch.Tensor]:
     """A router whose logits for the returned input are exactly `rows`: one-hot inputs pick columns of the weight."""
-    router = Router(RouterConfig(normalize=norm), top_k, torch.tensor(rows).T.contiguous())
+    router = TorchRouter(RouterConfig(normalize=norm), top_k, torch.tensor(rows).T.contiguous())
     return router, torch.eye(len(rows))
 
 
@@ -40,7 +41,7 @@ def test_chosen_softmax_ranks_biased_logits_and_weighs_the_chosen_alone() -> Non
     rows = [[0.0, 1.0, 2.0, -1.0], [3.0, 0.0, 0.0, 0.0]]
     config = RouterConfig(scoring="chosen_softmax", bias=True)
     bias = torch.tensor([0.5, 0.0, -1.5, 4.0])
-    router = Router(config, 2, torch.tensor(rows).T.contiguous(), bias)
+    router = TorchRouter(config, 2, torch.tensor(rows).T.contiguous(), bias)
     ids, weights = router.choose(torch.eye(2))
     # Biased logits: 0.5, 1, 0.5, 3 and 3.5, 0, -1.5, 4.
     assert ids.tolist() == [[3, 1], [3, 0]]
@@ -49,7 +50,9 @@ def test_chosen_softmax_ranks_biased_logits_and_weighs_the_chosen_alone() -> Non
 
 
 def test_chosen_softmax_gives_ties_to_the_lower_id_and_survives_large_logits() -> None:
-    router = Router(RouterConfig(scoring="chosen_softmax"), 3, torch.tensor([[-500.0, 800.0, 800.0, 90.0, 800.0]]).T)
+    router = TorchRouter(
+        RouterConfig(scoring="chosen_softmax"), 3, torch.tensor([[-500.0, 800.0, 800.0, 90.0, 800.0]]).T
+    )
     ids, weights = router.choose(torch.ones(1, 1))
     assert ids.tolist() == [[1, 2, 4]]
     np.testing.assert_allclose(weights.numpy(), [[1 / 3] * 3], rtol=1e-6)
@@ -73,16 +76,16 @@ def test_combine_adds_in_top_k_order() -> None:
 def test_the_block_is_the_weighted_sum_of_its_experts() -> None:
     num_experts, hidden, width, num_tokens = 6, 20, 12, 9
     gate_up, down = _draw(num_experts, 2 * width, hidden), _draw(num_experts, hidden, width)
-    router = Router(RouterConfig(normalize=True), 3, _draw(num_experts, hidden))
-    block = MoeFeedForward(router, Experts(list(gate_up), list(down)))
+    router = TorchRouter(RouterConfig(normalize=True), 3, _draw(num_experts, hidden))
+    block = MoeFeedForward(router, TorchExperts(list(gate_up), list(down)))
     x = _draw(num_tokens, hidden)
-    ids, weights = block.router.choose(x)
+    ids, weights = router.choose(x)
     expected = np.zeros((num_tokens, hidden))
     for token in range(num_tokens):
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
             gate, up = np.split(gate_up[expert].double().numpy() @ x[token].double().numpy(), 2)
             expected[token] += weight * (down[expert].double().numpy() @ (gate / (1 + np.exp(-gate)) * up))
-    np.testing.assert_allclose(block.forward(x, ids, weights).numpy(), expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(block.forward(x, None).numpy(), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_each_expert_adds_its_own_biases() -> None:
@@ -90,7 +93,7 @@ def test_each_expert_adds_its_own_biases() -> None:
     gate_up, down = _draw(num_experts, 2 * width, hidden), _draw(num_experts, hidden, width)
     gate_up_bias, down_bias = _draw(num_experts, 2 * width), _draw(num_experts, hidden)
     activate = partial(clamped_swiglu, alpha=1.702, limit=0.8)
-    experts = Experts(list(gate_up), list(down), activate, gate_up_bias, down_bias)
+    experts = TorchExperts(list(gate_up), list(down), activate, gate_up_bias, down_bias)
     counts = [2, 0, 3, 0, 1]  # experts 1 and 3 have no rows, and their biases must not move up
     x = _draw(6, hidden)
     expected = np.empty((6, hidden))

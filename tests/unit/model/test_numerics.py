@@ -11,6 +11,9 @@ import torch
 from common.errors import ConfigError
 from common.model.config import ModelConfig
 from common.model.families import config_from_json
+from common.model.kernels.choice import available_kernels
+from common.model.kernels.interface import Kernels
+from common.model.kernels.reference import TORCH
 from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
 from common.model.presets import synthetic_config
 from tests.unit.model.harness import CPU
@@ -46,11 +49,20 @@ def test_cuda_without_cuda_is_refused_with_the_fix() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fingerprint_does_not_depend_on_threads(dtype: torch.dtype) -> None:
-    fingerprint = numerics_fingerprint(CPU, dtype)
+@pytest.mark.parametrize("kernels", available_kernels(CPU, _config("bfloat16")), ids=lambda kernels: kernels.name)
+def test_the_fingerprint_does_not_depend_on_threads(kernels: Kernels, dtype: torch.dtype) -> None:
+    fingerprint = numerics_fingerprint(CPU, dtype, kernels)
     torch.set_num_threads(2)
-    assert numerics_fingerprint(CPU, dtype) == fingerprint
+    assert numerics_fingerprint(CPU, dtype, kernels) == fingerprint
     assert str(dtype).removeprefix("torch.") in fingerprint
+    assert f"kernels={kernels.name} " in fingerprint
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_kernels_give_another_digest(dtype: torch.dtype) -> None:
+    available = available_kernels(CPU, _config("bfloat16"))
+    digests = {numerics_fingerprint(CPU, dtype, kernels).rpartition("probe=")[2] for kernels in available}
+    assert len(digests) == len(available)
 
 
 def _print_elsewhere(*expressions: str, **environment: str) -> list[str]:
@@ -66,8 +78,8 @@ def _print_elsewhere(*expressions: str, **environment: str) -> list[str]:
     not torch.cpu._is_avx512_bf16_supported(), reason="the limit below changes nothing on this instruction set"
 )
 def test_another_instruction_set_gives_another_fingerprint() -> None:
-    (limited,) = _print_elsewhere("numerics_fingerprint(CPU, torch.bfloat16)", ONEDNN_MAX_CPU_ISA="AVX2")
-    assert limited != numerics_fingerprint(CPU, torch.bfloat16)
+    (limited,) = _print_elsewhere("numerics_fingerprint(CPU, torch.bfloat16, TORCH)", ONEDNN_MAX_CPU_ISA="AVX2")
+    assert limited != numerics_fingerprint(CPU, torch.bfloat16, TORCH)
     assert limited.startswith("device=cpu")
 
 
@@ -81,10 +93,10 @@ def test_other_kernels_for_fp32_products_give_another_fingerprint_whatever_the_d
     """Families that choose experts in fp32 compute with such a kernel in a bf16 model too."""
     dtypes = (torch.float32, torch.bfloat16)
     product, *fingerprints = _print_elsewhere(
-        "fp32_product()", *(f"numerics_fingerprint(CPU, {dtype})" for dtype in dtypes), MKL_CBWR="COMPATIBLE"
+        "fp32_product()", *(f"numerics_fingerprint(CPU, {dtype}, TORCH)" for dtype in dtypes), MKL_CBWR="COMPATIBLE"
     )
     if product == fp32_product():
         pytest.skip("the setting changes no product on this processor")
     for dtype, fingerprint in zip(dtypes, fingerprints, strict=True):
         assert f"dtype={str(dtype).removeprefix('torch.')}" in fingerprint
-        assert fingerprint != numerics_fingerprint(CPU, dtype)
+        assert fingerprint != numerics_fingerprint(CPU, dtype, TORCH)

@@ -10,6 +10,8 @@ import torch
 
 from common.kv.pool import BlockId
 from common.model.batch import Chunk
+from common.model.kernels.native import NativeAttentionPlan
+from common.model.kernels.reference import TorchAttentionPlan
 from common.model.plan import ForwardPlan, plan_forward
 from common.model.plan_ahead import PlanAhead
 from tests.unit.model.harness import Harness, load_decoder, make_checkpoint
@@ -26,14 +28,17 @@ _NO_SLOTS = np.empty(0, np.int64)
 UNKNOWN = [replace(chunk, token_ids=[0] * len(chunk.token_ids)) for chunk in BATCH]
 
 
-@pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
-    return Harness(load_decoder(make_checkpoint(tmp_path_factory.mktemp("m") / "m", "qwen3_moe", {})))
+@pytest.fixture(scope="module", params=["torch", "auto"])
+def harness(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Harness:
+    path = make_checkpoint(tmp_path_factory.mktemp("m") / "m", "qwen3_moe", {})
+    return Harness(load_decoder(path, kernels=request.param))
 
 
 @pytest.fixture
 def plans(harness: Harness) -> PlanAhead:
-    return PlanAhead(lambda chunks: plan_forward(chunks, harness.decoder.config, harness.store))
+    return PlanAhead(
+        lambda chunks: plan_forward(chunks, harness.decoder.config, harness.store, harness.decoder.kernels)
+    )
 
 
 def _prepared(plans: PlanAhead, chunks: Sequence[Chunk]) -> None:
@@ -50,8 +55,15 @@ def _assert_same(one: ForwardPlan, other: ForwardPlan) -> None:
     assert torch.equal(one.logits_N, other.logits_N)
     assert one.first_rows == other.first_rows
     assert one.routed_slots.tolist() == other.routed_slots.tolist()
-    for window, groups in other.groups.items():
-        for mine, theirs in zip(one.groups[window], groups, strict=True):
+    if isinstance(one.attention, NativeAttentionPlan):
+        assert isinstance(other.attention, NativeAttentionPlan)
+        assert one.attention.block_table.tolist() == other.attention.block_table.tolist()
+        assert one.attention.sequences.tolist() == other.attention.sequences.tolist()
+        return
+    assert isinstance(one.attention, TorchAttentionPlan)
+    assert isinstance(other.attention, TorchAttentionPlan)
+    for window, groups in other.attention.groups.items():
+        for mine, theirs in zip(one.attention.groups[window], groups, strict=True):
             assert mine.tokens == theirs.tokens
             for tile, same in zip(mine.tiles, theirs.tiles, strict=True):
                 assert torch.equal(tile.cache_rows, same.cache_rows)
@@ -65,13 +77,13 @@ def test_a_prepared_plan_gets_the_ids_and_equals_one_that_was_made_on_the_spot(
     plan = plans.take(BATCH)
     assert (plans.num_ready + plans.num_awaited, plans.num_unforeseen) == (1, 1)
     assert plan.token_ids_T.tolist() == [9, 7, 1, 2, 3]
-    _assert_same(plan, plan_forward(BATCH, harness.decoder.config, harness.store))
+    _assert_same(plan, plan_forward(BATCH, harness.decoder.config, harness.store, harness.decoder.kernels))
 
 
 def test_a_block_more_changes_nothing(harness: Harness, plans: PlanAhead) -> None:
     _prepared(plans, UNKNOWN)
     grown = [_chunk([7], 5, (1, 6)), *BATCH[1:]]
-    _assert_same(plans.take(grown), plan_forward(grown, harness.decoder.config, harness.store))
+    _assert_same(plans.take(grown), plan_forward(grown, harness.decoder.config, harness.store, harness.decoder.kernels))
     assert plans.num_unforeseen == 1
 
 
@@ -89,7 +101,7 @@ def test_a_block_more_changes_nothing(harness: Harness, plans: PlanAhead) -> Non
 )
 def test_a_plan_for_anything_else_is_not_used(harness: Harness, plans: PlanAhead, unlike: list[Chunk]) -> None:
     _prepared(plans, unlike)
-    _assert_same(plans.take(BATCH), plan_forward(BATCH, harness.decoder.config, harness.store))
+    _assert_same(plans.take(BATCH), plan_forward(BATCH, harness.decoder.config, harness.store, harness.decoder.kernels))
     assert plans.num_ready + plans.num_awaited == 0
 
 
@@ -107,7 +119,10 @@ def test_it_counts_whether_the_plan_was_there_in_time() -> None:
     def make(chunks: Sequence[Chunk]) -> ForwardPlan:
         started.set()
         assert may_end.wait(timeout=30)
-        return ForwardPlan(_NOTHING, _NOTHING, _NOTHING, {}, _NOTHING, [], _NO_SLOTS, _NO_SLOTS, range(len(chunks)))
+        nothing = TorchAttentionPlan({})
+        return ForwardPlan(
+            _NOTHING, _NOTHING, _NOTHING, nothing, _NOTHING, [], _NO_SLOTS, _NO_SLOTS, range(len(chunks))
+        )
 
     plans = PlanAhead(make)
     plans.prepare(BATCH)
@@ -132,7 +147,7 @@ def test_a_plan_needs_no_memory_of_the_cache(harness: Harness) -> None:
     """It may be made while that is given back."""
     harness.store.release()
     try:
-        plan = plan_forward(BATCH, harness.decoder.config, harness.store)
+        plan = plan_forward(BATCH, harness.decoder.config, harness.store, harness.decoder.kernels)
     finally:
         harness.store.restore()
-    _assert_same(plan, plan_forward(BATCH, harness.decoder.config, harness.store))
+    _assert_same(plan, plan_forward(BATCH, harness.decoder.config, harness.store, harness.decoder.kernels))

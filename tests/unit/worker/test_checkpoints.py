@@ -10,6 +10,7 @@ from common.errors import InvalidRequestError
 from common.model.families import parse_config
 from common.model.quantized.config import Quantization, block_fp8
 from common.model.synthesize import synthesize
+from common.model.kernels.reference import TORCH
 from common.worker.checkpoints import CheckpointLoader
 
 SMALL = {"num_hidden_layers": 2, "num_experts": 4}
@@ -23,7 +24,7 @@ def _make(
 
 
 def _loader(served: Path) -> CheckpointLoader:
-    return CheckpointLoader(parse_config(served), torch.float32, torch.device("cpu"), 64)
+    return CheckpointLoader(parse_config(served), torch.float32, torch.device("cpu"), 64, TORCH)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

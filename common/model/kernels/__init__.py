@@ -1,0 +1,1 @@
+"""Everything that a decoder computes with, behind one interface, chosen once when a worker starts."""

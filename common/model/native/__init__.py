@@ -1,0 +1,54 @@
+"""The native kernels: C++ in `csrc`, one extension module per instruction set, chosen by what this processor has.
+
+They compute with addresses of tensors; `common.model.kernels.native` is what knows shapes and dtypes.
+"""
+
+import functools
+import importlib
+import platform
+from pathlib import Path
+from typing import cast
+
+import torch  # noqa: F401 - loads the OpenMP runtime that the modules share
+
+from common.model.native.interface import NativeModule
+
+#: Best first, with the processor's flags (as Linux spells them) that each needs.
+VARIANTS: dict[str, frozenset[str]] = {
+    "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16"}),
+    "portable": frozenset({"avx2", "fma", "bmi2", "f16c"}),
+}
+
+
+def load(variant: str) -> NativeModule:
+    """The module of that name. Raises ImportError saying why there is none here."""
+    if platform.machine() == "x86_64" and (missing := VARIANTS[variant] - _processor_flags()):
+        raise ImportError(f"this processor lacks {', '.join(sorted(missing))}")
+    try:
+        # After torch, whose OpenMP runtime the module shares then.
+        return cast(NativeModule, importlib.import_module(f"{__name__}._{variant}"))
+    except ModuleNotFoundError:
+        raise ImportError("it was not built: `make setup` needs a C++17 compiler with OpenMP") from None
+
+
+def available() -> list[str]:
+    """Variants that run here, best first."""
+    return [variant for variant in VARIANTS if why_unavailable(variant) is None]
+
+
+def why_unavailable(variant: str) -> str | None:
+    """None if `load` gives the module."""
+    try:
+        load(variant)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _processor_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))

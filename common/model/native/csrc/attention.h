@@ -1,0 +1,239 @@
+// Attention over the paged cache, in tiles of keys that start at absolute multiples of kTileKeys.
+//
+// The softmax is computed online (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135). A query goes
+// through the same tiles and additions whether it is computed alone, in a chunk or beside other sequences: tiles in
+// which it sees no key are left out for it, and keys that it does not see weigh exactly nothing.
+#pragma once
+
+#include <cmath>
+
+#include "linear.h"
+
+namespace moerelay {
+
+constexpr int kTileKeys = 64;
+constexpr int kKeyPanels = kTileKeys / kLanes;
+// Query rows that share the packed keys and values of a tile.
+constexpr int kQueryRows = 48;
+
+// One sequence of a batch: its queries are consecutive tokens of the batch, and consecutive positions.
+struct Queries {
+  int64_t first_token;
+  int64_t num_tokens;
+  int64_t start;  // position of the first one
+  int64_t table;  // where its block ids begin in the table
+};
+
+template <typename T>
+struct Attention {
+  int num_heads;
+  int num_kv_heads;
+  int key_dim;
+  int value_dim;
+  int block_size;
+  int64_t window;      // keys that a query sees, itself included; 0: all
+  const float* sinks;  // [num_heads] or null
+
+  const T* q;  // [tokens, num_heads, key_dim], scaled
+  const T* keys;    // [slots, num_kv_heads, key_dim]
+  const T* values;  // rows as those of the keys, of which value_dim elements count
+  const int32_t* block_table;
+  T* out;  // [tokens, num_heads, value_dim]
+
+  int group() const { return num_heads / num_kv_heads; }
+  int num_rows(const Queries& queries) const { return int(queries.num_tokens) * group(); }
+
+  int64_t cache_row(const Queries& queries, int64_t position, int kv_head) const {
+    const int64_t block = block_table[queries.table + position / block_size];
+    return ((block * block_size + position % block_size) * num_kv_heads + kv_head) * key_dim;
+  }
+};
+
+// What one thread works with; as large as the largest unit so far.
+template <typename T>
+struct Workspace {
+  std::vector<char> keys, values;
+  std::vector<T> weights, zeros;
+  std::vector<float> scores, output;
+  std::vector<const T*> queries, weight_rows;
+  float highest[kQueryRows], total[kQueryRows], rescale[kQueryRows];
+
+  void fit(const Attention<T>& a) {
+    keys.resize(size_t{kTileKeys} * a.key_dim * sizeof(T));
+    values.resize(size_t{kTileKeys} * (a.value_dim + kLanes) * sizeof(T));
+    weights.resize(kQueryRows * kTileKeys);
+    scores.resize(kQueryRows * kTileKeys);
+    output.resize(size_t{kQueryRows} * (a.value_dim + kLanes));
+    zeros.resize(a.key_dim);
+    queries.resize(kQueryRows);
+    weight_rows.resize(kQueryRows);
+    for (int row = 0; row < kQueryRows; ++row) weight_rows[row] = weights.data() + row * kTileKeys;
+  }
+};
+
+// Values of the tile as the weight of a product whose inputs are keys: [⌈V / 16⌉][keys / W][16][W].
+template <typename T>
+void pack_values(const T* const* rows, int value_dim, char* to);
+
+template <>
+inline void pack_values<float>(const float* const* rows, int value_dim, char* to) {
+  for (int dim = 0; dim < value_dim; dim += kLanes)
+    for (int key = 0; key < kTileKeys; ++key, to += 64) {
+      Floats v = load(rows[key] + dim, value_dim - dim);
+      std::memcpy(to, &v, 64);
+    }
+}
+
+template <>
+inline void pack_values<bf16>(const bf16* const* rows, int value_dim, char* to) {
+  for (int dim = 0; dim < value_dim; dim += kLanes)
+    for (int key = 0; key < kTileKeys; key += 2, to += 64) {
+      Words low = as<Words>(load(rows[key] + dim, value_dim - dim)) >> 16;
+      Words both = low | as<Words>(load(rows[key + 1] + dim, value_dim - dim));
+      std::memcpy(to, &both, 64);
+    }
+}
+
+// Rows [first, first + num_rows) of one sequence and one KV head; a row is a query head of a token, heads first.
+template <typename T>
+class RowBlock {
+ public:
+  RowBlock(const Attention<T>& attention, const Queries& queries, int kv_head, int first, int num_rows,
+           Workspace<T>& space)
+      : a_(attention), queries_(queries), kv_head_(kv_head), first_(first), num_rows_(num_rows), space_(space) {
+    for (int row = 0; row < num_rows; ++row) space_.queries[row] = a_.q + vector(row) * a_.key_dim;
+  }
+
+  void run() {
+    begin();
+    const int64_t last = position(num_rows_ - 1);
+    const int64_t first = a_.window ? std::max<int64_t>(0, position(0) - a_.window + 1) : 0;
+    for (int64_t key = first / kTileKeys * kTileKeys; key <= last; key += kTileKeys) add_tile(key);
+    finish();
+  }
+
+ private:
+  int64_t token(int row) const { return (first_ + row) / a_.group(); }
+  int64_t position(int row) const { return queries_.start + token(row); }
+  int head(int row) const { return kv_head_ * a_.group() + (first_ + row) % a_.group(); }
+  // Index of the row's query, and of its output, in [tokens, heads].
+  int64_t vector(int row) const { return (queries_.first_token + token(row)) * a_.num_heads + head(row); }
+
+  void begin() {
+    for (int row = 0; row < num_rows_; ++row) {
+      // A sink is a key whose value is zero. Without one the maximum starts finite, so that nothing becomes NaN.
+      space_.highest[row] = a_.sinks == nullptr ? -1e30f : a_.sinks[head(row)];
+      space_.total[row] = a_.sinks == nullptr ? 0.0f : 1.0f;
+    }
+    std::fill(space_.output.begin(), space_.output.end(), 0.0f);
+  }
+
+  void add_tile(int64_t first_key) {
+    // Earlier rows see nothing of the tile yet, and later ones nothing any more.
+    int begin = 0, end = num_rows_;
+    while (position(begin) < first_key) ++begin;
+    while (a_.window && position(end - 1) - a_.window >= first_key + kTileKeys - 1) --end;
+    if (begin >= end) return;
+    pack(first_key);
+    score(begin, end);
+    for (int row = begin; row < end; ++row) soften(row, first_key);
+    accumulate(begin, end);
+  }
+
+  void pack(int64_t first_key) {
+    const T *keys[kTileKeys], *values[kTileKeys];
+    const int64_t num_known = queries_.start + queries_.num_tokens;
+    for (int i = 0; i < kTileKeys; ++i) {
+      const int64_t key = first_key + i;
+      const int64_t row = key < num_known ? a_.cache_row(queries_, key, kv_head_) : 0;
+      keys[i] = key < num_known ? a_.keys + row : space_.zeros.data();
+      values[i] = key < num_known ? a_.values + row : space_.zeros.data();
+    }
+    const PackedWeight<T> packed = key_weight();
+    for (int panel = 0; panel < kKeyPanels; ++panel)
+      pack_panel(keys + panel * kLanes, kLanes, a_.key_dim, space_.keys.data() + panel * packed.panel_bytes());
+    pack_values<T>(values, a_.value_dim, space_.values.data());
+  }
+
+  PackedWeight<T> key_weight() const { return {space_.keys.data(), kTileKeys, a_.key_dim}; }
+  PackedWeight<T> value_weight() const { return {space_.values.data(), a_.value_dim, kTileKeys}; }
+
+  void score(int begin, int end) {
+    const PackedWeight<T> weight = key_weight();
+    for (int panel = 0; panel < kKeyPanels; panel += kTilePanels)
+      product(space_.queries.data() + begin, end - begin, weight, panel, [&](int row, int p, Floats sums) {
+        store(space_.scores.data() + (begin + row) * kTileKeys + p * kLanes, sums);
+      });
+  }
+
+  // Scores to weights, and what the row's earlier tiles are to be rescaled by.
+  void soften(int row, int64_t first_key) {
+    const int64_t last = position(row) - first_key;
+    const int64_t first = a_.window ? last - a_.window + 1 : 0;
+    float* scores = space_.scores.data() + row * kTileKeys;
+    for (int64_t i = std::max<int64_t>(0, last + 1); i < kTileKeys; ++i) scores[i] = -INFINITY;
+    for (int64_t i = 0; i < first; ++i) scores[i] = -INFINITY;
+    Floats best = splat(space_.highest[row]);
+    for (int i = 0; i < kTileKeys; i += kLanes) best = max(best, load(scores + i));
+    const float highest_now = highest(best);
+    Floats total = {};
+    for (int i = 0; i < kTileKeys; i += kLanes) {
+      Floats weight = exp(load(scores + i) - highest_now);
+      total += weight;
+      store(space_.weights.data() + row * kTileKeys + i, weight);
+    }
+    space_.rescale[row] = exp(splat(space_.highest[row] - highest_now))[0];
+    space_.total[row] = space_.total[row] * space_.rescale[row] + sum(total);
+    space_.highest[row] = highest_now;
+  }
+
+  void accumulate(int begin, int end) {
+    const PackedWeight<T> weight = value_weight();
+    for (int panel = 0; panel < weight.num_panels(); panel += kTilePanels)
+      product(space_.weight_rows.data() + begin, end - begin, weight, panel, [&](int row, int p, Floats sums) {
+        float* output = output_row(begin + row) + p * kLanes;
+        store(output, load(output) * space_.rescale[begin + row] + sums);
+      });
+  }
+
+  float* output_row(int row) const { return space_.output.data() + size_t{1} * row * (a_.value_dim + kLanes); }
+
+  void finish() {
+    for (int row = 0; row < num_rows_; ++row) {
+      T* to = a_.out + vector(row) * a_.value_dim;
+      for (int dim = 0; dim < a_.value_dim; dim += kLanes)
+        // A sum that underflowed to -0 would show how many keys weighed nothing; + 0 makes both zeros one.
+        store(to + dim, load(output_row(row) + dim) / space_.total[row] + 0.0f, a_.value_dim - dim);
+    }
+  }
+
+  const Attention<T>& a_;
+  const Queries& queries_;
+  const int kv_head_, first_, num_rows_;
+  Workspace<T>& space_;
+};
+
+template <typename T>
+void attend(const Attention<T>& attention, const Queries* sequences, int num_sequences) {
+  struct Unit {
+    int sequence, kv_head, first;
+  };
+  std::vector<Unit> units;
+  for (int s = 0; s < num_sequences; ++s)
+    for (int first = 0; first < attention.num_rows(sequences[s]); first += kQueryRows)
+      for (int head = 0; head < attention.num_kv_heads; ++head) units.push_back({s, head, first});
+#pragma omp parallel
+  {
+    static thread_local Workspace<T> space;
+    space.fit(attention);
+    // The last rows of a prompt see the most keys: they go first, so that no thread is left alone with them.
+#pragma omp for schedule(dynamic, 1)
+    for (int i = int(units.size()) - 1; i >= 0; --i) {
+      const Queries& queries = sequences[units[i].sequence];
+      const int num_rows = std::min(kQueryRows, attention.num_rows(queries) - units[i].first);
+      RowBlock<T>(attention, queries, units[i].kv_head, units[i].first, num_rows, space).run();
+    }
+  }
+}
+
+}  // namespace moerelay

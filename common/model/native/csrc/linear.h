@@ -1,0 +1,172 @@
+// y = x · weightᵀ for weights packed so that a product reads them in one stream.
+//
+// A packed weight [N, K] is [⌈N / 16⌉][K / W][16][W]: panels of 16 outputs (zeros behind the last one), in each of them
+// word after word of W inputs (two bf16, one float) for all 16 outputs: 64 bytes per step. An output is accumulated in
+// fp32 over its inputs in order, whatever the number of rows, the tile or the thread: that makes rows independent of
+// their batch, bit for bit.
+//
+// Letters: M rows, N outputs, K inputs, R rows and C panels of one tile.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+namespace moerelay {
+
+// How far ahead of the arithmetic weights are asked for, in bytes: in decode they come from memory, once per step.
+constexpr int kPrefetch = 4096;
+
+// Tiles fill the registers: C panels of weights, R × C sums, and one row's word, of which AVX-512 holds 32 and AVX2 eight.
+constexpr int kTilePanels = 2;
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;
+#else
+constexpr int kTileRows = 2;
+#endif
+
+template <typename T>
+struct PackedWeight {
+  const char* data;
+  int num_outputs;
+  int num_inputs;
+
+  int num_words() const { return num_inputs / kPerWord<T>; }
+  int num_panels() const { return (num_outputs + kLanes - 1) / kLanes; }
+  size_t panel_bytes() const { return size_t{64} * num_words(); }
+  const char* panel(int index) const { return data + panel_bytes() * index; }
+  // Outputs of a panel that exist.
+  int width(int panel) const { return std::min(kLanes, num_outputs - panel * kLanes); }
+};
+
+// Rows of one matrix that follow each other at a distance of `stride` elements, by their addresses.
+template <typename T>
+std::vector<const T*> rows_of(const T* first, int num_rows, int64_t stride) {
+  std::vector<const T*> rows(num_rows);
+  for (int row = 0; row < num_rows; ++row) rows[row] = first + row * stride;
+  return rows;
+}
+
+// 16 rows of 16 words, the other way round.
+inline void transpose(Words (&v)[16]) {
+  Words t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = __builtin_shufflevector(v[i], v[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    t[i + 1] = __builtin_shufflevector(v[i], v[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      v[i + 2 * j] = __builtin_shufflevector(t[i + j], t[i + 2 + j], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13,
+                                             28, 29);
+      v[i + 2 * j + 1] = __builtin_shufflevector(t[i + j], t[i + 2 + j], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14,
+                                                 15, 30, 31);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; ++j) {
+      t[i + j] = __builtin_shufflevector(v[i + j], v[i + 4 + j], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26,
+                                         27);
+      t[i + 4 + j] = __builtin_shufflevector(v[i + j], v[i + 4 + j], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29,
+                                             30, 31);
+    }
+  for (int j = 0; j < 8; ++j) {
+    v[j] = __builtin_shufflevector(t[j], t[8 + j], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    v[8 + j] = __builtin_shufflevector(t[j], t[8 + j], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+}
+
+// One panel from the rows of its outputs, fewer than 16 in the last one.
+template <typename T>
+void pack_panel(const T* const* rows, int num_rows, int num_inputs, char* to) {
+  const int num_words = num_inputs / kPerWord<T>;
+  for (int first = 0; first < num_words; first += kLanes) {
+    const int count = std::min(kLanes, num_words - first);
+    Words v[kLanes] = {};
+    for (int row = 0; row < num_rows; ++row)
+      std::memcpy(&v[row], reinterpret_cast<const char*>(rows[row]) + size_t{4} * first, size_t{4} * count);
+    transpose(v);
+    std::memcpy(to + size_t{64} * first, v, size_t{64} * count);
+  }
+}
+
+// R rows times C consecutive panels. Rows are given by their addresses, so that they may lie anywhere.
+template <typename T, int R, int C>
+inline __attribute__((always_inline)) void tile(const T* const* rows, const PackedWeight<T>& weight, int panel,
+                                                Floats (&acc)[R][C]) {
+  const char* w = weight.panel(panel);
+  const size_t panel_bytes = weight.panel_bytes(), num_words = weight.num_words();
+  const char* x[R];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) x[r] = reinterpret_cast<const char*>(rows[r]);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) acc[r][c] = Floats{};
+  for (size_t k = 0; k < num_words; ++k) {
+    Words step[C];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+      const char* from = w + c * panel_bytes + 64 * k;
+      step[c] = load_words(from);
+      __builtin_prefetch(from + kPrefetch);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      uint32_t word;
+      std::memcpy(&word, x[r] + 4 * k, 4);
+      Words a = splat(word);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) acc[r][c] = dot<T>(acc[r][c], a, step[c]);
+    }
+  }
+}
+
+// All rows from `first` on times C panels, in tiles of R rows and one smaller one.
+template <typename T, int C, int R = kTileRows, typename Finish>
+inline void tiles_of(const T* const* rows, int first, int num_rows, const PackedWeight<T>& weight, int panel,
+                     Finish&& finish) {
+  for (; num_rows - first >= R; first += R) {
+    Floats acc[R][C];
+    tile<T, R, C>(rows + first, weight, panel, acc);
+    for (int r = 0; r < R; ++r) finish(first + r, acc[r]);
+  }
+  if constexpr (R > 1) {
+    if (first < num_rows) tiles_of<T, C, R - 1>(rows, first, num_rows, weight, panel, finish);
+  }
+}
+
+// Calls `finish(row, panel, sums)` for each row and each of the panels [panel, panel + kTilePanels) that there are.
+template <typename T, typename Finish>
+inline void product(const T* const* rows, int num_rows, const PackedWeight<T>& weight, int panel, Finish&& finish) {
+  if (panel + 1 < weight.num_panels()) {
+    tiles_of<T, 2>(rows, 0, num_rows, weight, panel, [&](int row, const Floats(&sums)[2]) {
+      finish(row, panel, sums[0]);
+      finish(row, panel + 1, sums[1]);
+    });
+  } else {
+    tiles_of<T, 1>(rows, 0, num_rows, weight, panel,
+                   [&](int row, const Floats(&sums)[1]) { finish(row, panel, sums[0]); });
+  }
+}
+
+// The sums of a panel as a T, and a bias added to what they were rounded to.
+template <typename T>
+inline Floats with_bias(Floats sums, const T* bias, int panel, int width) {
+  Floats rounded = rounded_to<T>(sums);
+  return bias == nullptr ? rounded : rounded + load(bias + panel * kLanes, width);
+}
+
+// y [M, N] from rows of K inputs; `bias` is [N] or null. Runs on all threads of the caller's OpenMP team size.
+template <typename T>
+void linear(const T* x, int64_t x_stride, int num_rows, const PackedWeight<T>& weight, const T* bias, T* y) {
+  const std::vector<const T*> rows = rows_of(x, num_rows, x_stride);
+  const int num_units = (weight.num_panels() + kTilePanels - 1) / kTilePanels;
+  const int run = std::max(1, num_units / 32);
+#pragma omp parallel for schedule(dynamic, run)
+  for (int unit = 0; unit < num_units; ++unit)
+    product(rows.data(), num_rows, weight, unit * kTilePanels, [&](int row, int panel, Floats sums) {
+      const int width = weight.width(panel);
+      store(y + int64_t{row} * weight.num_outputs + panel * kLanes, with_bias(sums, bias, panel, width), width);
+    });
+}
+
+}  // namespace moerelay

@@ -1,0 +1,76 @@
+"""What an extension module offers, for the type checker: see csrc/module.cpp. Every argument that names a tensor is its
+address; 0 stands for none."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Linear(Protocol):
+    def __call__(self, x: int, stride: int, num_rows: int, y: int) -> None:
+        """y [rows, outputs] = x · weightᵀ + bias; rows of x begin `stride` elements apart."""
+
+
+class Router(Protocol):
+    def __call__(
+        self, x: int, num_tokens: int, ids: int, weights: int, rows: int, row_bytes: int, id_bytes: int
+    ) -> None:
+        """ids int32 and weights fp32, both [tokens, top_k]; ids of `id_bytes` each also go to `rows`."""
+
+
+class Experts(Protocol):
+    def __call__(self, x: int, ids: int, weights: int, num_tokens: int, top_k: int, y: int) -> None: ...
+
+
+class Heads(Protocol):
+    def __call__(
+        self,
+        fused: int,
+        cos: int,
+        sin: int,
+        positions: int,
+        slots: int,
+        num_tokens: int,
+        q: int,
+        keys: int,
+        values: int,
+    ) -> None: ...
+
+
+class Typed(Protocol):
+    """The functions and classes of one element type."""
+
+    Linear: Callable[..., Linear]
+    Router: Callable[..., Router]
+    Experts: Callable[..., Experts]
+    Heads: Callable[..., Heads]
+
+    def pack(self, weight: int, num_outputs: int, num_inputs: int, fused: bool, to: int) -> None: ...
+
+    def add_norm(self, x: int, delta: int, weight: int, eps: float, num_rows: int, size: int, to: int) -> None: ...
+
+    def attend(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        block_size: int,
+        window: int,
+        sinks: int,
+        q: int,
+        keys: int,
+        values: int,
+        block_table: int,
+        sequences: int,
+        num_sequences: int,
+        out: int,
+    ) -> None: ...
+
+
+class TypedBfloat16(Typed, Protocol):
+    Fp32Router: Callable[..., Router]
+
+
+class NativeModule(Protocol):
+    float32: Typed
+    bfloat16: TypedBfloat16
