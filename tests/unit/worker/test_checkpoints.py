@@ -8,9 +8,9 @@ import torch
 
 from common.errors import InvalidRequestError
 from common.model.families import parse_config
+from common.model.kernels.reference import TORCH
 from common.model.quantized.config import Quantization, block_fp8
 from common.model.synthesize import synthesize
-from common.model.kernels.reference import TORCH
 from common.worker.checkpoints import CheckpointLoader
 
 SMALL = {"num_hidden_layers": 2, "num_experts": 4}
