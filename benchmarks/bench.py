@@ -19,6 +19,7 @@ from benchmarks.journal import Journal
 from benchmarks.machine import ROOT, commit, this_machine
 from benchmarks.plan import DIRECTORY, STAGES, Options, checkpoint_argument, path_from_env, plan
 from benchmarks.roofline import measure_roofline
+from benchmarks.server import stop_servers_on_sigterm
 from benchmarks.stages.conditions import Servers
 from benchmarks.stages.stage import Stage
 from benchmarks.targets import Results, all_targets, table
@@ -29,6 +30,7 @@ from common.model.families import parse_config
 
 def main() -> int:
     options = Options.of(_parser().parse_args())
+    stop_servers_on_sigterm()
     make_checkpoint(options.model)
     if options.vllm:
         peer.install(options.vllm)

@@ -21,6 +21,7 @@ import torch
 from benchmarks.bench import make_checkpoint
 from benchmarks.load import LoadGenerator
 from benchmarks.plan import DIRECTORY, checkpoint_argument
+from benchmarks.server import stop_servers_on_sigterm
 from benchmarks.stacks import shares
 from benchmarks.stages.conditions import Condition, Servers, aggregated, disaggregated
 from benchmarks.step import StepBench
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=15, help="per process and form (default: %(default)s)")
     parser.add_argument("--without-cluster", action="store_true", help="forward passes only")
     arguments = parser.parse_args()
+    stop_servers_on_sigterm()
     arguments.out.mkdir(parents=True, exist_ok=True)
     make_checkpoint(arguments.model)
     if not arguments.without_cluster:

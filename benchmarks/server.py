@@ -93,6 +93,11 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
+def stop_servers_on_sigterm() -> None:
+    """SIGTERM ends this process like Ctrl-C does: `asyncio.run` leaves every context, and so stops the servers."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:
