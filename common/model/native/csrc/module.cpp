@@ -1,5 +1,8 @@
 // What Python sees: one submodule per element type, with the same functions and classes.
 //
+// Classes are local to their module: by default pybind11 knows one class per C++ type in a process, and every variant has
+// the same ones.
+//
 // Tensors come as addresses. Their shapes, dtypes and contiguity are the caller's business (common/model/kernels); so is
 // that they outlive the objects which were made from them. The GIL is released while anything computes.
 #include <pybind11/pybind11.h>
@@ -73,7 +76,7 @@ struct Router {
 template <typename T, typename W>
 void bind_router(py::module_& module, const char* name) {
   using Bound = Router<T, W>;
-  py::class_<Bound>(module, name)
+  py::class_<Bound>(module, name, py::module_local())
       .def(py::init([](Address weight, int num_experts, int hidden, Address bias, Address correction, int scoring,
                        bool normalize, float normalize_eps, float scale, int top_k, int num_groups, int num_groups_kept,
                        int num_group_scores) {
@@ -90,7 +93,7 @@ void bind_router(py::module_& module, const char* name) {
 
 template <typename T>
 void bind_experts(py::module_& module) {
-  py::class_<Experts<T>>(module, "Experts")
+  py::class_<Experts<T>>(module, "Experts", py::module_local())
       .def(py::init([](const std::vector<Address>& gate_up, const std::vector<Address>& down, int hidden, int width,
                        Address gate_bias, Address up_bias, Address down_bias, int activation, float alpha, float limit) {
              return Experts<T>{addresses_of(gate_up), addresses_of(down),      hidden,
@@ -112,7 +115,7 @@ void bind_experts(py::module_& module) {
 
 template <typename T>
 void bind_heads(py::module_& module) {
-  py::class_<Heads<T>>(module, "Heads")
+  py::class_<Heads<T>>(module, "Heads", py::module_local())
       .def(py::init([](int num_heads, int num_kv_heads, int dim, int rotary_dim, int norm, Address norm_weight, float eps,
                        float bound, float scale) {
              return Heads<T>{num_heads, num_kv_heads, dim,   rotary_dim, HeadNorm(norm), at<const float>(norm_weight),
@@ -141,7 +144,7 @@ void attend_all(int num_heads, int num_kv_heads, int key_dim, int value_dim, int
                          num_kv_heads,
                          key_dim,
                          value_dim,
-                         block_size,
+                         __builtin_ctz(block_size),
                          window,
                          at<const float>(sinks),
                          at<const T>(q),
@@ -162,7 +165,7 @@ void bind(py::module_ module) {
       },
       Unlocked());
   module.def("attend", &attend_all<T>, Unlocked());
-  py::class_<Linear<T>>(module, "Linear")
+  py::class_<Linear<T>>(module, "Linear", py::module_local())
       .def(py::init([](Address weight, int num_outputs, int num_inputs, Address bias) {
              return Linear<T>{{at<const char>(weight), num_outputs, num_inputs}, at<const T>(bias)};
            }),
