@@ -17,7 +17,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(COMMANDS) <= set(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("command", [[], ["up"], ["generate"], ["verify"], ["advise"], ["make-model"], ["version"]])
+@pytest.mark.parametrize(
+    "command", [[], ["up"], ["generate"], ["verify"], ["advise"], ["doctor"], ["make-model"], ["version"]]
+)
 def test_help_is_quick_because_it_imports_nothing_heavy(command: list[str]) -> None:
     program = (
         "import sys\nfrom deploy.cli import main\n"
@@ -42,7 +44,10 @@ def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["serve"], "there is no command 'serve'; choose from up, generate, verify, advise, make-model, version"),
+        (
+            ["serve"],
+            "there is no command 'serve'; choose from up, generate, verify, advise, doctor, make-model, version",
+        ),
         (["generate", "--prompt", "a", "--token-ids", "1"], "not allowed with argument --prompt"),
         (["generate", "--token-ids", "1,x"], "'1,x' is not a list of token ids such as 1,2,3"),
         (["generate", "--url", "localhost", "--token-ids", "1"], "'localhost' is not a URL"),
