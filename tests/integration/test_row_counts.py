@@ -46,10 +46,19 @@ def family(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture(params=["auto", "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """The fastest here, and what computes where those cannot."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def decoder(family: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MoeDecoder:
+def decoder(
+    family: str, kernels: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> MoeDecoder:
     path = tmp_path_factory.mktemp("model") / family
-    return load_decoder(make_checkpoint(path, family, {}), request.param)
+    return load_decoder(make_checkpoint(path, family, {}), request.param, kernels)
 
 
 @dataclass(frozen=True)

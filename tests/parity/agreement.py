@@ -41,9 +41,9 @@ def text_tokens(path: Path) -> list[int]:
     return tokens[:NUM_TOKENS]
 
 
-def run_engine(path: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> Answer:
+def run_engine(path: Path, tokens: list[int], dtype: torch.dtype = torch.float32, kernels: str = "auto") -> Answer:
     """Computes the sequence in chunks, two of them of one token."""
-    harness = Harness(load_decoder(path, dtype))
+    harness = Harness(load_decoder(path, dtype, kernels))
     blocks = harness.blocks_for(len(tokens))
     bounds = [0, 200, 201, 202, 400, len(tokens)]
     logits = [harness.all_logits(tokens[begin:end], begin, blocks) for begin, end in pairwise(bounds)]

@@ -26,8 +26,11 @@ def tokens(request: pytest.FixtureRequest, checkpoint: Path) -> list[int]:
     return random_tokens(parse_config(checkpoint).vocab_size)
 
 
-def test_experts_and_logits_equal_those_of_transformers_in_fp32(checkpoint: Path, tokens: list[int]) -> None:
-    answer, config = run_engine(checkpoint, tokens), parse_config(checkpoint)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_experts_and_logits_equal_those_of_transformers_in_fp32(
+    checkpoint: Path, tokens: list[int], kernels: str
+) -> None:
+    answer, config = run_engine(checkpoint, tokens, kernels=kernels), parse_config(checkpoint)
     agreement = Agreement.of(answer, run_reference(checkpoint, tokens))
     assert agreement.num_differing == 0
     assert agreement.logit_error < 1e-4

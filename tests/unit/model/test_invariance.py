@@ -15,6 +15,8 @@ from tests.unit.model.harness import Harness, SoloRun, chunk, load_decoder, make
 #: Widths that are no multiple of a vector register, so that every elementwise kernel has a scalar tail.
 _ODD = {"hidden_size": 76, "head_dim": 18, "moe_intermediate_size": 37, "intermediate_size": 51, "vocab_size": 299}
 _ODD_FUSED = {"hidden_size": 76, "head_dim": 18, "intermediate_size": 37, "vocab_size": 299, "num_key_value_heads": 1}
+#: The same for kernels that take two inputs at a time: no multiples of a panel or a register, but even.
+_EVEN = {"hidden_size": 76, "head_dim": 18, "moe_intermediate_size": 38, "intermediate_size": 54, "vocab_size": 299}
 #: The smallest products per head are within the size up to which other kernels compute.
 _ODD_LATENT = {
     "hidden_size": 75,
@@ -33,6 +35,13 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-mixed": ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
     "mixtral-windowed": ("mixtral", {"sliding_window": 40}),
     "odd-sizes": ("qwen3_moe", {**_ODD, "num_experts": 7, "num_experts_per_tok": 3, "mlp_only_layers": [2]}),
+    "odd-sizes-even": ("qwen3_moe", {**_EVEN, "num_experts": 7, "num_experts_per_tok": 3, "mlp_only_layers": [2]}),
+    "odd-sizes-even-fused": ("gpt_oss", {**_ODD_FUSED, "intermediate_size": 38, "num_local_experts": 7}),
+    "odd-sizes-even-latent": (
+        "deepseek_v3",
+        {**_ODD_LATENT, "hidden_size": 74, "kv_lora_rank": 38, "moe_intermediate_size": 38, "intermediate_size": 54}
+        | {"v_head_dim": 6, "q_lora_rank": 30, "n_routed_experts": 9, "n_group": 3},
+    ),
     "odd-sizes-fused": ("gpt_oss", {**_ODD_FUSED, "num_local_experts": 7, "num_experts_per_tok": 3}),
     "odd-sizes-shared": (
         "qwen2_moe",
@@ -51,9 +60,19 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_checkpoint(tmp_path_factory.mktemp("model") / "m", family, {**overrides, "num_hidden_layers": 3})
 
 
+@pytest.fixture(params=["auto", "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """The fastest here, and what computes where those cannot: odd sizes, other devices, no compiler."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def decoder(request: pytest.FixtureRequest, checkpoint: Path) -> MoeDecoder:
-    return load_decoder(checkpoint, request.param)
+def decoder(request: pytest.FixtureRequest, checkpoint: Path, kernels: str) -> MoeDecoder:
+    decoder = load_decoder(checkpoint, request.param, kernels)
+    if kernels == "auto" and decoder.kernels.name == "torch":
+        pytest.skip("torch is the fastest for this model, and is tested beside")
+    return decoder
 
 
 def _random_tokens(decoder: MoeDecoder, length: int, seed: int) -> list[int]:

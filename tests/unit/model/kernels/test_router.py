@@ -22,13 +22,13 @@ _STEP = 1 / 16
 
 def _logits(num_tokens: int, num_experts: int) -> Doubles:
     random = np.random.default_rng([num_tokens, num_experts])
-    logits_TE: Doubles = random.integers(-64, 65, (num_tokens, num_experts)) * _STEP
+    logits_TE: Doubles = np.asarray(random.integers(-64, 65, (num_tokens, num_experts)) * _STEP, np.float64)
     return logits_TE
 
 
 def _correction(seed: int) -> Doubles:
     """Of 24 experts; far apart, so that no two of them are within rounding of each other."""
-    correction_E: Doubles = np.random.default_rng(seed).permutation(24) * 0.037
+    correction_E: Doubles = np.asarray(np.random.default_rng(seed).permutation(24) * 0.037, np.float64)
     return correction_E
 
 
