@@ -271,6 +271,8 @@ class WorkerView(ResponseModel):
     exact: bool | None
     instance_id: str | None
     numerics: str | None
+    #: What --kernels chose there; part of `numerics`.
+    kernels: str | None
     fingerprint: str | None
     cpus: str | None
     threads: int | None

@@ -125,6 +125,7 @@ def _view(worker: Worker, status: worker_pb2.WorkerStatus) -> WorkerView:
         exact=status.exact,
         instance_id=status.instance_id,
         numerics=status.model.numerics,
+        kernels=_kernels(status.model.numerics),
         fingerprint=status.model.fingerprint,
         cpus=status.cpus,
         threads=status.threads,
@@ -132,6 +133,12 @@ def _view(worker: Worker, status: worker_pb2.WorkerStatus) -> WorkerView:
         max_num_seqs=status.max_num_seqs,
         step_times=_step_times(status.step_times),
     )
+
+
+def _kernels(numerics: str) -> str | None:
+    """The set of kernels that a numerics fingerprint names: its part kernels=NAME."""
+    parts = dict(part.partition("=")[::2] for part in numerics.split())
+    return parts.get("kernels")
 
 
 def _step_times(measured: worker_pb2.StepTimes) -> StepTimesView:

@@ -42,7 +42,7 @@ def description(**changes: Any) -> types_pb2.ModelDescription:
         "fingerprint": "f00d",
         "weight_version": "7",
         "dtype": "float32",
-        "numerics": "fake",
+        "numerics": "device=fake kernels=example probe=0",
         "num_layers": 2,
         "num_experts": 8,
         "top_k": 2,

@@ -10,7 +10,7 @@ from common.config import RouterSettings
 from common.errors import ConfigError
 from router.app import create_app
 from router.keys import MODEL
-from tests.fakes.fake_workers import Script, expected_tokens
+from tests.fakes.fake_workers import Script, description, expected_tokens
 from tests.unit.router.cluster import GENERATE, running, strict_json
 
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
@@ -107,6 +107,13 @@ async def test_cluster_view() -> None:
     first = view["workers"][0]
     assert (first["pid"], first["kv_blocks_used"], first["kv_blocks_total"]) == (4242, 3, 64)
     assert (first["weight_version"], first["exact"], first["refused"]) == ("7", True, None)
+    assert (first["numerics"], first["kernels"]) == ("device=fake kernels=example probe=0", "example")
+
+
+async def test_a_worker_that_names_no_kernels_shows_none() -> None:
+    async with running(Script(description(numerics="this process"))) as cluster:
+        _, view = await cluster.get("/cluster")
+    assert [worker["kernels"] for worker in view["workers"]] == [None, None]
 
 
 EXPOSITION = """\
