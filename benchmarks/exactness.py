@@ -1,8 +1,9 @@
 """What exactness costs: a forward pass as served, and with the fastest kernels that torch offers instead, in turns.
 
-The inexact path is what a server without the promise would use: products without padding, one softmax over all keys by
-torch's fused attention, `topk` instead of a stable sort, the library's silu. Its bits depend on what else is in the
-batch. Weights, cache and everything else are the same.
+Three conditions: "exact" is what --kernels auto takes here; "inexact" is what a server without the promise would use in
+torch, namely products without padding, one softmax over all keys by torch's fused attention, `topk` instead of a stable
+sort, the library's silu, and its bits depend on what else is in the batch; "torch" is what is served where there are no
+native kernels, exact as well. Weights, cache and everything else are the same.
 
 Shape suffixes: T tokens, N query heads, D head size, B sequences, G KV heads, R query rows of a KV head, E experts,
 K experts per token, F width, I inputs, O outputs.
@@ -24,11 +25,15 @@ from common.kv.pool import BlockId
 from common.kv.store import KVStore
 from common.model.attention import QueryGroup
 from common.model.batch import Chunk
+from common.model.config import ModelConfig
+from common.model.decoder import MoeDecoder
 from common.model.families import parse_config
+from common.model.kernels.choice import choose_kernels
 from common.model.loader import load_model
-from common.model.moe import Experts, grouped_linear
-from common.model.router import Router
+from common.model.moe import TorchExperts, grouped_linear
+from common.model.router import TorchRouter
 from common.model.runner import ModelRunner, kv_layout
+from common.routing.capture import LayerRows
 
 BLOCK_SIZE = 16
 PREFILL_TOKENS = 256
@@ -56,7 +61,8 @@ def main() -> None:
 
 def _measure(path: Path, dtype: torch.dtype, repetitions: int) -> Samples:
     config = parse_config(path)
-    decoder = load_model(path, config, dtype, torch.device("cpu"), progress=False).decoder
+    served, in_torch = (_decoder(path, config, dtype, kernels) for kernels in ("auto", "torch"))
+    print(f"\nexact: {served.kernels.name}")
     cases = {
         "decode C=1 at 96": _decodes(1, 96),
         "decode C=16 at 96": _decodes(16, 96),
@@ -68,15 +74,25 @@ def _measure(path: Path, dtype: torch.dtype, repetitions: int) -> Samples:
     for name, chunks in cases.items():
         num_blocks = 1 + max(block for chunk in chunks for block in chunk.blocks)
         store = KVStore(kv_layout(config, BLOCK_SIZE, dtype), config.routing, num_blocks, torch.device("cpu"))
-        runner, quantity = ModelRunner(decoder, store), Quantity(name, "ms", higher_is_better=False)
+        exact, fallback = ModelRunner(served, store), ModelRunner(in_torch, store)
+        quantity = Quantity(name, "ms", higher_is_better=False)
         for repetition in range(NUM_WARM_UP + repetitions):
             with _inexact():
-                inexact_ms = _milliseconds(runner, chunks)
-            exact_ms = _milliseconds(runner, chunks)
-            if repetition >= NUM_WARM_UP:
-                samples.add("inexact", quantity, inexact_ms)
-                samples.add("exact", quantity, exact_ms)
+                inexact_ms = _milliseconds(fallback, chunks)
+            measured = {
+                "inexact": inexact_ms,
+                "exact": _milliseconds(exact, chunks),
+                "torch": _milliseconds(fallback, chunks),
+            }
+            for condition, taken_ms in measured.items() if repetition >= NUM_WARM_UP else ():
+                samples.add(condition, quantity, taken_ms)
     return samples
+
+
+def _decoder(path: Path, config: ModelConfig, dtype: torch.dtype, kernels: str) -> MoeDecoder:
+    device = torch.device("cpu")
+    chosen = choose_kernels(kernels, device, config)
+    return load_model(path, config, dtype, device, progress=False, kernels=chosen).decoder
 
 
 def _decodes(num_sequences: int, context: int) -> list[Chunk]:
@@ -98,13 +114,13 @@ def _milliseconds(runner: ModelRunner, chunks: Sequence[Chunk]) -> float:
 
 @contextmanager
 def _inexact() -> Iterator[None]:
-    """The decoder computes with the fastest kernels meanwhile."""
+    """torch's kernels are the fastest ones meanwhile."""
     with (
         patch("common.model.layers._plain_product", F.linear),
-        patch.object(Experts, "forward", _experts),
+        patch.object(TorchExperts, "forward", _experts),
         patch("common.model.layers.silu_gated", _silu_gated),
         patch.object(QueryGroup, "attend", _attend),
-        patch.object(Router, "choose", _choose),
+        patch.object(TorchRouter, "choose", _choose),
     ):
         yield
 
@@ -114,14 +130,18 @@ def _silu_gated(gate_up_TF: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-def _experts(experts: Experts, x_RH: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _experts(experts: TorchExperts, x_RH: torch.Tensor, counts: list[int]) -> torch.Tensor:
     gate_up_RF = grouped_linear(x_RH, experts.gate_up, None, counts)
     return grouped_linear(_silu_gated(gate_up_RF), experts.down, None, counts)
 
 
-def _choose(router: Router, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(
+    router: TorchRouter, x_TH: torch.Tensor, rows: LayerRows | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     scores_TE = torch.softmax(F.linear(x_TH, router.weight).float(), dim=-1)
     weights_TK, ids_TK = scores_TE.topk(router.top_k, dim=-1)
+    if rows is not None:
+        rows.write(ids_TK)
     return ids_TK, weights_TK / weights_TK.sum(dim=-1, keepdim=True) if router.config.normalize else weights_TK
 
 
