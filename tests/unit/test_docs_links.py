@@ -17,7 +17,7 @@ FLAG = re.compile(r"`--([a-z][a-z-]+)[^`]*`")
 CODE = re.compile(r"^```.*?^```", re.M | re.S)
 
 #: Flags of the commands that have no settings.
-OF_COMMANDS = {"config", "seed", "oracle", "dump", "prompt", "set", "rate", "workers"}
+OF_COMMANDS = {"config", "seed", "oracle", "dump", "prompt", "set", "rate", "workers", "json"}
 
 
 def anchors(page: Path) -> set[str]:
