@@ -26,7 +26,7 @@ def _extension(variant: str, flags: list[str]) -> Pybind11Extension:
     extension = Pybind11Extension(
         f"common.model.native._{variant}",
         [_SOURCE],
-        cxx_std=17,
+        cxx_std=20,
         define_macros=[("MOERELAY_MODULE", f"_{variant}")],
         extra_compile_args=[*_FLAGS, *flags],
         extra_link_args=["-fopenmp"],
@@ -36,7 +36,7 @@ def _extension(variant: str, flags: list[str]) -> Pybind11Extension:
     return extension
 
 
-_HEADERS = ("attention", "experts", "heads", "linear", "norm", "router", "vec")
+_HEADERS = ("attention", "experts", "heads", "linear", "norm", "router", "team", "vec")
 
 setup(
     ext_modules=[

@@ -28,7 +28,7 @@ def load(variant: str) -> NativeModule:
         # After torch, whose OpenMP runtime the module shares then.
         return cast(NativeModule, importlib.import_module(f"{__name__}._{variant}"))
     except ModuleNotFoundError:
-        raise ImportError("it was not built: `make setup` needs a C++17 compiler with OpenMP") from None
+        raise ImportError("it was not built: `make setup` needs a C++20 compiler with OpenMP") from None
 
 
 def available() -> list[str]:

@@ -30,7 +30,7 @@ struct Attention {
   int num_kv_heads;
   int key_dim;
   int value_dim;
-  int block_size;
+  int block_shift;     // blocks have 2^block_shift slots
   int64_t window;      // keys that a query sees, itself included; 0: all
   const float* sinks;  // [num_heads] or null
 
@@ -44,8 +44,9 @@ struct Attention {
   int num_rows(const Queries& queries) const { return int(queries.num_tokens) * group(); }
 
   int64_t cache_row(const Queries& queries, int64_t position, int kv_head) const {
-    const int64_t block = block_table[queries.table + position / block_size];
-    return ((block * block_size + position % block_size) * num_kv_heads + kv_head) * key_dim;
+    const int64_t block = block_table[queries.table + (position >> block_shift)];
+    const int64_t slot = (block << block_shift) + (position & ((int64_t{1} << block_shift) - 1));
+    return (slot * num_kv_heads + kv_head) * key_dim;
   }
 };
 
@@ -73,21 +74,21 @@ struct Workspace {
 
 // Values of the tile as the weight of a product whose inputs are keys: [⌈V / 16⌉][keys / W][16][W].
 template <typename T>
-void pack_values(const T* const* rows, int value_dim, char* to);
+void pack_values(const T* const* rows, int num_keys, int value_dim, char* to);
 
 template <>
-inline void pack_values<float>(const float* const* rows, int value_dim, char* to) {
+inline void pack_values<float>(const float* const* rows, int num_keys, int value_dim, char* to) {
   for (int dim = 0; dim < value_dim; dim += kLanes)
-    for (int key = 0; key < kTileKeys; ++key, to += 64) {
+    for (int key = 0; key < num_keys; ++key, to += 64) {
       Floats v = load(rows[key] + dim, value_dim - dim);
       std::memcpy(to, &v, 64);
     }
 }
 
 template <>
-inline void pack_values<bf16>(const bf16* const* rows, int value_dim, char* to) {
+inline void pack_values<bf16>(const bf16* const* rows, int num_keys, int value_dim, char* to) {
   for (int dim = 0; dim < value_dim; dim += kLanes)
-    for (int key = 0; key < kTileKeys; key += 2, to += 64) {
+    for (int key = 0; key < num_keys; key += 2, to += 64) {
       Words low = as<Words>(load(rows[key] + dim, value_dim - dim)) >> 16;
       Words both = low | as<Words>(load(rows[key + 1] + dim, value_dim - dim));
       std::memcpy(to, &both, 64);
@@ -142,25 +143,27 @@ class RowBlock {
 
   void pack(int64_t first_key) {
     const T *keys[kTileKeys], *values[kTileKeys];
-    const int64_t num_known = queries_.start + queries_.num_tokens;
-    for (int i = 0; i < kTileKeys; ++i) {
-      const int64_t key = first_key + i;
-      const int64_t row = key < num_known ? a_.cache_row(queries_, key, kv_head_) : 0;
-      keys[i] = key < num_known ? a_.keys + row : space_.zeros.data();
-      values[i] = key < num_known ? a_.values + row : space_.zeros.data();
+    const int64_t num_known = queries_.start + queries_.num_tokens - first_key;
+    // Whole panels; what is behind the last key weighs nothing, so that their number shows in no result.
+    num_panels_ = int(std::min<int64_t>(kKeyPanels, (num_known + kLanes - 1) / kLanes));
+    for (int i = 0; i < num_keys(); ++i) {
+      const int64_t row = i < num_known ? a_.cache_row(queries_, first_key + i, kv_head_) : 0;
+      keys[i] = i < num_known ? a_.keys + row : space_.zeros.data();
+      values[i] = i < num_known ? a_.values + row : space_.zeros.data();
     }
     const PackedWeight<T> packed = key_weight();
-    for (int panel = 0; panel < kKeyPanels; ++panel)
+    for (int panel = 0; panel < num_panels_; ++panel)
       pack_panel(keys + panel * kLanes, kLanes, a_.key_dim, space_.keys.data() + panel * packed.panel_bytes());
-    pack_values<T>(values, a_.value_dim, space_.values.data());
+    pack_values<T>(values, num_keys(), a_.value_dim, space_.values.data());
   }
 
-  PackedWeight<T> key_weight() const { return {space_.keys.data(), kTileKeys, a_.key_dim}; }
-  PackedWeight<T> value_weight() const { return {space_.values.data(), a_.value_dim, kTileKeys}; }
+  int num_keys() const { return num_panels_ * kLanes; }
+  PackedWeight<T> key_weight() const { return {space_.keys.data(), num_keys(), a_.key_dim}; }
+  PackedWeight<T> value_weight() const { return {space_.values.data(), a_.value_dim, num_keys()}; }
 
   void score(int begin, int end) {
     const PackedWeight<T> weight = key_weight();
-    for (int panel = 0; panel < kKeyPanels; panel += kTilePanels)
+    for (int panel = 0; panel < num_panels_; panel += kTilePanels)
       product(space_.queries.data() + begin, end - begin, weight, panel, [&](int row, int p, Floats sums) {
         store(space_.scores.data() + (begin + row) * kTileKeys + p * kLanes, sums);
       });
@@ -171,13 +174,13 @@ class RowBlock {
     const int64_t last = position(row) - first_key;
     const int64_t first = a_.window ? last - a_.window + 1 : 0;
     float* scores = space_.scores.data() + row * kTileKeys;
-    for (int64_t i = std::max<int64_t>(0, last + 1); i < kTileKeys; ++i) scores[i] = -INFINITY;
+    for (int64_t i = std::max<int64_t>(0, last + 1); i < num_keys(); ++i) scores[i] = -INFINITY;
     for (int64_t i = 0; i < first; ++i) scores[i] = -INFINITY;
     Floats best = splat(space_.highest[row]);
-    for (int i = 0; i < kTileKeys; i += kLanes) best = max(best, load(scores + i));
+    for (int i = 0; i < num_keys(); i += kLanes) best = max(best, load(scores + i));
     const float highest_now = highest(best);
     Floats total = {};
-    for (int i = 0; i < kTileKeys; i += kLanes) {
+    for (int i = 0; i < num_keys(); i += kLanes) {
       Floats weight = exp(load(scores + i) - highest_now);
       total += weight;
       store(space_.weights.data() + row * kTileKeys + i, weight);
@@ -210,6 +213,7 @@ class RowBlock {
   const Attention<T>& a_;
   const Queries& queries_;
   const int kv_head_, first_, num_rows_;
+  int num_panels_ = 0;  // of keys in the present tile
   Workspace<T>& space_;
 };
 
@@ -222,18 +226,16 @@ void attend(const Attention<T>& attention, const Queries* sequences, int num_seq
   for (int s = 0; s < num_sequences; ++s)
     for (int first = 0; first < attention.num_rows(sequences[s]); first += kQueryRows)
       for (int head = 0; head < attention.num_kv_heads; ++head) units.push_back({s, head, first});
-#pragma omp parallel
-  {
+  // The last rows of a prompt see the most keys: they go first, so that no thread is left alone with them.
+  const int last = int(units.size()) - 1;
+  share(last + 1, 1, [&](int i) {
     static thread_local Workspace<T> space;
     space.fit(attention);
-    // The last rows of a prompt see the most keys: they go first, so that no thread is left alone with them.
-#pragma omp for schedule(dynamic, 1)
-    for (int i = int(units.size()) - 1; i >= 0; --i) {
-      const Queries& queries = sequences[units[i].sequence];
-      const int num_rows = std::min(kQueryRows, attention.num_rows(queries) - units[i].first);
-      RowBlock<T>(attention, queries, units[i].kv_head, units[i].first, num_rows, space).run();
-    }
-  }
+    const Unit& unit = units[last - i];
+    const Queries& queries = sequences[unit.sequence];
+    const int num_rows = std::min(kQueryRows, attention.num_rows(queries) - unit.first);
+    RowBlock<T>(attention, queries, unit.kv_head, unit.first, num_rows, space).run();
+  });
 }
 
 }  // namespace moerelay

@@ -80,44 +80,40 @@ void apply_experts(const Experts<T>& experts, const T* x, const int32_t* ids, co
   T *middle_data = middle.data(), *output_data = outputs.data();
   const int gate_units = experts.num_panels(), num_used = int(used.size());
   const int down_units = (experts.down_of(0).num_panels() + kTilePanels - 1) / kTilePanels;
-#pragma omp parallel
-  {
-#pragma omp for schedule(dynamic, 8)
-    for (int unit = 0; unit < num_used * gate_units; ++unit) {
-      const Assignment own = used[unit / gate_units];
-      const int panel = unit % gate_units, count = std::min(kLanes, width - panel * kLanes);
-      const int64_t bias = int64_t{own.expert} * width + panel * kLanes;
-      tiles_of<T, 2>(input + own.first, 0, own.count, experts.gate_up_of(own.expert), 2 * panel,
-                     [&](int row, const Floats(&sums)[2]) {
-                       Floats gate = with_bias(sums[0], experts.gate_bias ? experts.gate_bias + bias : nullptr, 0, count);
-                       Floats up = with_bias(sums[1], experts.up_bias ? experts.up_bias + bias : nullptr, 0, count);
-                       Floats value = experts.activate(rounded_to<T>(gate), rounded_to<T>(up));
-                       store(middle_data + size_t{1} * (own.first + row) * width + panel * kLanes, value, count);
-                     });
+  share(num_used * gate_units, 8, [&](int unit) {
+    const Assignment own = used[unit / gate_units];
+    const int panel = unit % gate_units, count = std::min(kLanes, width - panel * kLanes);
+    const int64_t bias = int64_t{own.expert} * width + panel * kLanes;
+    const T* gate_bias = experts.gate_bias ? experts.gate_bias + bias : nullptr;
+    const T* up_bias = experts.up_bias ? experts.up_bias + bias : nullptr;
+    tiles_of<T, 2>(input + own.first, 0, own.count, experts.gate_up_of(own.expert), 2 * panel,
+                   [&](int row, const Floats(&sums)[2]) {
+                     Floats gate = rounded_to<T>(with_bias(sums[0], gate_bias, 0, count));
+                     Floats up = rounded_to<T>(with_bias(sums[1], up_bias, 0, count));
+                     T* to = middle_data + size_t{1} * (own.first + row) * width + panel * kLanes;
+                     store(to, experts.activate(gate, up), count);
+                   });
+  });
+  share(num_used * down_units, 8, [&](int unit) {
+    const Assignment own = used[unit / down_units];
+    const PackedWeight<T> weight = experts.down_of(own.expert);
+    const T* bias = experts.down_bias ? experts.down_bias + int64_t{own.expert} * hidden : nullptr;
+    product(hidden_rows + own.first, own.count, weight, unit % down_units * kTilePanels,
+            [&](int row, int panel, Floats sums) {
+              const int count = weight.width(panel);
+              T* to = output_data + size_t{1} * pair_of[own.first + row] * hidden + panel * kLanes;
+              store(to, with_bias(sums, bias, panel, count), count);
+            });
+  });
+  share(num_tokens, rows_worth_sharing(int64_t{top_k} * hidden), [&](int token) {
+    const T* own = output_data + size_t{1} * token * top_k * hidden;
+    const float* factors = weights + int64_t{token} * top_k;
+    for (int i = 0; i < hidden; i += kLanes) {
+      Floats total = load(own + i, hidden - i) * factors[0];
+      for (int k = 1; k < top_k; ++k) total += load(own + size_t{1} * k * hidden + i, hidden - i) * factors[k];
+      store(y + int64_t{token} * hidden + i, total, hidden - i);
     }
-#pragma omp for schedule(dynamic, 8)
-    for (int unit = 0; unit < num_used * down_units; ++unit) {
-      const Assignment own = used[unit / down_units];
-      const PackedWeight<T> weight = experts.down_of(own.expert);
-      const T* bias = experts.down_bias ? experts.down_bias + int64_t{own.expert} * hidden : nullptr;
-      product(hidden_rows + own.first, own.count, weight, unit % down_units * kTilePanels,
-              [&](int row, int panel, Floats sums) {
-                const int count = weight.width(panel);
-                T* to = output_data + size_t{1} * pair_of[own.first + row] * hidden + panel * kLanes;
-                store(to, with_bias(sums, bias, panel, count), count);
-              });
-    }
-#pragma omp for schedule(static)
-    for (int token = 0; token < num_tokens; ++token) {
-      const T* own = output_data + size_t{1} * token * top_k * hidden;
-      for (int i = 0; i < hidden; i += kLanes) {
-        Floats total = load(own + i, hidden - i) * weights[token * top_k];
-        for (int k = 1; k < top_k; ++k)
-          total += load(own + size_t{1} * k * hidden + i, hidden - i) * weights[token * top_k + k];
-        store(y + int64_t{token} * hidden + i, total, hidden - i);
-      }
-    }
-  }
+  });
 }
 
 }  // namespace moerelay

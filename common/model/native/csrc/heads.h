@@ -71,14 +71,12 @@ template <typename T>
 void split_heads(const Heads<T>& h, const T* heads, const int64_t* positions, const int64_t* slots, int num_tokens,
                  T* q, T* keys, T* values) {
   const int64_t row = int64_t{h.num_all()} * h.dim, cached = int64_t{h.num_kv_heads} * h.dim;
-#pragma omp parallel if (num_tokens * row > kWorthSharing)
-  {
-    std::vector<float> space((h.num_heads + h.num_kv_heads) * h.dim);
-#pragma omp for schedule(static)
-    for (int t = 0; t < num_tokens; ++t)
-      split_heads(h, heads + t * row, positions[t], q + int64_t{t} * h.num_heads * h.dim, keys + slots[t] * cached,
-                  values + slots[t] * cached, space.data());
-  }
+  share(num_tokens, rows_worth_sharing(row), [&](int t) {
+    static thread_local std::vector<float> space;
+    space.resize((h.num_heads + h.num_kv_heads) * h.dim);
+    split_heads(h, heads + t * row, positions[t], q + int64_t{t} * h.num_heads * h.dim, keys + slots[t] * cached,
+                values + slots[t] * cached, space.data());
+  });
 }
 
 }  // namespace moerelay

@@ -11,12 +11,10 @@
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vec.h"
 
 namespace moerelay {
-
-// How far ahead of the arithmetic weights are asked for, in bytes: in decode they come from memory, once per step.
-constexpr int kPrefetch = 4096;
 
 // Tiles fill the registers: C panels of weights, R × C sums, and one row's word, of which AVX-512 holds 32 and AVX2 eight.
 constexpr int kTilePanels = 2;
@@ -75,15 +73,24 @@ inline void transpose(Words (&v)[16]) {
   }
 }
 
+// `count` words of a row from word `first` on; zeros behind them.
+template <typename T>
+inline Words load_some(const T* row, int first, int count) {
+  const char* from = reinterpret_cast<const char*>(row) + size_t{4} * first;
+  if (count == kLanes) return load_words(from);
+  Words v = {};
+  std::memcpy(&v, from, size_t{4} * count);
+  return v;
+}
+
 // One panel from the rows of its outputs, fewer than 16 in the last one.
 template <typename T>
 void pack_panel(const T* const* rows, int num_rows, int num_inputs, char* to) {
   const int num_words = num_inputs / kPerWord<T>;
   for (int first = 0; first < num_words; first += kLanes) {
     const int count = std::min(kLanes, num_words - first);
-    Words v[kLanes] = {};
-    for (int row = 0; row < num_rows; ++row)
-      std::memcpy(&v[row], reinterpret_cast<const char*>(rows[row]) + size_t{4} * first, size_t{4} * count);
+    Words v[kLanes];
+    for (int row = 0; row < kLanes; ++row) v[row] = row < num_rows ? load_some(rows[row], first, count) : Words{};
     transpose(v);
     std::memcpy(to + size_t{64} * first, v, size_t{64} * count);
   }
@@ -104,11 +111,7 @@ inline __attribute__((always_inline)) void tile(const T* const* rows, const Pack
   for (size_t k = 0; k < num_words; ++k) {
     Words step[C];
 #pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      const char* from = w + c * panel_bytes + 64 * k;
-      step[c] = load_words(from);
-      __builtin_prefetch(from + kPrefetch);
-    }
+    for (int c = 0; c < C; ++c) step[c] = load_words(w + c * panel_bytes + 64 * k);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       uint32_t word;
@@ -155,18 +158,17 @@ inline Floats with_bias(Floats sums, const T* bias, int panel, int width) {
   return bias == nullptr ? rounded : rounded + load(bias + panel * kLanes, width);
 }
 
-// y [M, N] from rows of K inputs; `bias` is [N] or null. Runs on all threads of the caller's OpenMP team size.
+// y [M, N] from rows of K inputs; `bias` is [N] or null.
 template <typename T>
 void linear(const T* x, int64_t x_stride, int num_rows, const PackedWeight<T>& weight, const T* bias, T* y) {
   const std::vector<const T*> rows = rows_of(x, num_rows, x_stride);
   const int num_units = (weight.num_panels() + kTilePanels - 1) / kTilePanels;
-  const int run = std::max(1, num_units / 32);
-#pragma omp parallel for schedule(dynamic, run)
-  for (int unit = 0; unit < num_units; ++unit)
+  share(num_units, std::max(1, num_units / 32), [&](int unit) {
     product(rows.data(), num_rows, weight, unit * kTilePanels, [&](int row, int panel, Floats sums) {
       const int width = weight.width(panel);
       store(y + int64_t{row} * weight.num_outputs + panel * kLanes, with_bias(sums, bias, panel, width), width);
     });
+  });
 }
 
 }  // namespace moerelay

@@ -40,14 +40,14 @@ void pack(Address weight, int num_outputs, int num_inputs, bool fused, Address t
   const int half = fused ? num_outputs / 2 : num_outputs;
   const int num_panels = (half + kLanes - 1) / kLanes, num_parts = fused ? 2 : 1;
   const size_t panel_bytes = PackedWeight<T>{nullptr, num_outputs, num_inputs}.panel_bytes();
-#pragma omp parallel for schedule(static)
-  for (int panel = 0; panel < num_panels; ++panel)
+  share(num_panels, 4, [&](int panel) {
     for (int part = 0; part < num_parts; ++part) {
       const int count = std::min(kLanes, half - panel * kLanes);
       const T* first = at<const T>(weight) + (int64_t{part} * half + panel * kLanes) * num_inputs;
       pack_panel(rows_of(first, count, num_inputs).data(), count, num_inputs,
                  at<char>(to) + panel_bytes * (size_t(panel) * num_parts + part));
     }
+  });
 }
 
 template <typename T>

@@ -3,12 +3,13 @@
 
 #include <cmath>
 
+#include "team.h"
 #include "vec.h"
 
 namespace moerelay {
 
-// Below this many elements a second thread costs more than it brings.
-constexpr int64_t kWorthSharing = 1 << 15;
+// Rows of `size` elements with too little work to be shared among threads: they are taken together.
+inline int rows_worth_sharing(int64_t size) { return int(std::max<int64_t>(1, (1 << 14) / size)); }
 
 template <typename T>
 float inverse_rms(const T* x, int size, float eps) {
@@ -31,14 +32,13 @@ void normalize(const T* x, const T* weight, int size, float eps, T* to) {
 // x += delta (if given), in place, then to = norm(x), for rows [M, H] that follow each other.
 template <typename T>
 void add_norm(T* x, const T* delta, const T* weight, float eps, int num_rows, int size, T* to) {
-#pragma omp parallel for schedule(static) if (int64_t{num_rows} * size > kWorthSharing)
-  for (int row = 0; row < num_rows; ++row) {
+  share(num_rows, rows_worth_sharing(size), [&](int row) {
     T* own = x + int64_t{row} * size;
     if (delta != nullptr)
       for (int i = 0; i < size; i += kLanes)
         store(own + i, load(own + i, size - i) + load(delta + int64_t{row} * size + i, size - i), size - i);
     normalize(own, weight, size, eps, to + int64_t{row} * size);
-  }
+  });
 }
 
 }  // namespace moerelay

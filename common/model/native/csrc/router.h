@@ -107,38 +107,35 @@ template <typename T, typename W>
 void route(const RouterRules& rules, const PackedWeight<W>& weight, const W* bias, const T* x, int num_tokens,
            int32_t* ids, float* weights, const RowsOut& rows_out) {
   const int num_experts = weight.num_outputs, hidden = weight.num_inputs;
-  constexpr int kTokens = 12;
-#pragma omp parallel if (int64_t{num_tokens} * hidden > kWorthSharing)
-  {
-    std::vector<float> logits(size_t{kTokens} * num_experts);
-    std::vector<W> converted(std::is_same_v<T, W> ? 0 : size_t{kTokens} * hidden);
-#pragma omp for schedule(dynamic, 1)
-    for (int first = 0; first < num_tokens; first += kTokens) {
-      const int count = std::min(kTokens, num_tokens - first);
-      const W* rows[kTokens];
-      for (int row = 0; row < count; ++row) {
-        const T* from = x + int64_t{first + row} * hidden;
-        if constexpr (std::is_same_v<T, W>) {
-          rows[row] = from;
-        } else {
-          W* to = converted.data() + size_t{1} * row * hidden;
-          for (int i = 0; i < hidden; i += kLanes) store(to + i, load(from + i, hidden - i), hidden - i);
-          rows[row] = to;
-        }
-      }
-      for (int panel = 0; panel < weight.num_panels(); panel += kTilePanels)
-        product(rows, count, weight, panel, [&](int row, int p, Floats sums) {
-          const int width = weight.width(p);
-          store(logits.data() + row * num_experts + p * kLanes, with_bias(sums, bias, p, width), width);
-        });
-      for (int row = 0; row < count; ++row) {
-        const int64_t token = first + row;
-        int32_t* own = ids + token * rules.top_k;
-        choose(rules, logits.data() + row * num_experts, num_experts, own, weights + token * rules.top_k);
-        rows_out.write(token, own, rules.top_k);
+  share((num_tokens + kTileRows - 1) / kTileRows, 1, [&](int tile) {
+    static thread_local std::vector<float> logits;
+    static thread_local std::vector<W> converted;
+    const int first = tile * kTileRows, count = std::min(kTileRows, num_tokens - first);
+    logits.resize(size_t{kTileRows} * num_experts);
+    const W* rows[kTileRows];
+    for (int row = 0; row < count; ++row) {
+      const T* from = x + int64_t{first + row} * hidden;
+      if constexpr (std::is_same_v<T, W>) {
+        rows[row] = from;
+      } else {
+        converted.resize(size_t{kTileRows} * hidden);
+        W* to = converted.data() + size_t{1} * row * hidden;
+        for (int i = 0; i < hidden; i += kLanes) store(to + i, load(from + i, hidden - i), hidden - i);
+        rows[row] = to;
       }
     }
-  }
+    for (int panel = 0; panel < weight.num_panels(); panel += kTilePanels)
+      product(rows, count, weight, panel, [&](int row, int p, Floats sums) {
+        const int width = weight.width(p);
+        store(logits.data() + row * num_experts + p * kLanes, with_bias(sums, bias, p, width), width);
+      });
+    for (int row = 0; row < count; ++row) {
+      const int64_t token = first + row;
+      int32_t* own = ids + token * rules.top_k;
+      choose(rules, logits.data() + row * num_experts, num_experts, own, weights + token * rules.top_k);
+      rows_out.write(token, own, rules.top_k);
+    }
+  });
 }
 
 }  // namespace moerelay
