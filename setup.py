@@ -36,7 +36,7 @@ def _extension(variant: str, flags: list[str]) -> Pybind11Extension:
     return extension
 
 
-_HEADERS = ("attention", "experts", "heads", "linear", "norm", "router", "team", "vec")
+_HEADERS = ("attention", "experts", "heads", "layers", "linear", "norm", "router", "team", "vec")
 
 setup(
     ext_modules=[

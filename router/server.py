@@ -1,6 +1,7 @@
 """The router process: bind, announce, serve, drain."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -39,6 +40,9 @@ async def serve(settings: RouterSettings) -> None:
 
 async def drain_when_stopped(app: web.Application, settings: RouterSettings, announce: Callable[[], None]) -> None:
     """Announces that the router serves, waits for a signal, and lets live requests finish, or ends them in an error."""
+    # What a router is made of stays; without this the garbage collector walks through it while streams wait.
+    gc.collect()
+    gc.freeze()
     async with stop_signals() as stop:
         announce()
         await stop.wait()

@@ -58,6 +58,7 @@ class MoeDecoder:
         self.dtype = embedding_VH.dtype
         self._embedding_VH = embedding_VH
         self._layers = tuple(layers)
+        self._stack = kernels.stack(layers, config.rms_norm_eps)
         self._final_norm_H = final_norm_H
         self._lm_head = lm_head
         self.max_positions = config.max_position_embeddings if max_positions is None else max_positions
@@ -66,8 +67,10 @@ class MoeDecoder:
     def forward(self, plan: ForwardPlan, kv_LCSGD: torch.Tensor, capture: RoutingCapture | None) -> torch.Tensor:
         """Last hidden states [T, H]; writes K and V of every token, and its routing if `capture` is given."""
         angles = Angles(self._rotary, plan.positions_T)
-        add_norm, eps = self.kernels.add_norm, self.config.rms_norm_eps
         x_TH = F.embedding(plan.token_ids_T, self._embedding_VH)
+        if self._stack is not None:
+            return self._stack.forward(x_TH, angles, plan, kv_LCSGD, capture)
+        add_norm, eps = self.kernels.add_norm, self.config.rms_norm_eps
         delta_TH = None
         for index, layer in enumerate(self._layers):
             normed_TH = add_norm(x_TH, delta_TH, layer.input_norm, eps)

@@ -31,6 +31,11 @@ class LayerRows:
         return self.ids_TK.stride(0) * self.ids_TK.itemsize
 
     @property
+    def layer_bytes(self) -> int:
+        """Distance from one layer's ids to the next one's of the same token."""
+        return self.ids_TK.shape[1] * self.ids_TK.itemsize
+
+    @property
     def id_bytes(self) -> int:
         return self.ids_TK.itemsize
 

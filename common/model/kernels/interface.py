@@ -10,7 +10,7 @@ token, N query heads, G KV heads, D size of a cached vector, V of its value, C p
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,7 +18,11 @@ from common.kv.store import KVLayout
 from common.model.batch import Chunk
 from common.model.config import ExpertsConfig, GroupedAttention, RouterConfig
 from common.model.rope import Angles
-from common.routing.capture import LayerRows
+from common.routing.capture import LayerRows, RoutingCapture
+
+if TYPE_CHECKING:
+    from common.model.decoder import DecoderLayer
+    from common.model.plan import ForwardPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,21 @@ class AttentionPlan(Protocol):
         ...
 
 
+class Stack(Protocol):
+    """All layers of a decoder at once."""
+
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        angles: Angles,
+        plan: "ForwardPlan",
+        kv_LCSGD: torch.Tensor,
+        capture: RoutingCapture | None,
+    ) -> torch.Tensor:
+        """Last hidden states [T, H] from embedded tokens, which it overwrites; see `MoeDecoder.forward`."""
+        ...
+
+
 class Kernels(Protocol):
     """One set; stateless, used by any thread."""
 
@@ -158,4 +177,10 @@ class Kernels(Protocol):
         self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Adds `delta_TH` to `x_TH` in place, and returns the root-mean-square norm of the sum."""
+        ...
+
+    def stack(self, layers: Sequence["DecoderLayer"], eps: float) -> Stack | None:
+        """All layers (built from these kernels) as one, with the bits that they have one by one; None if there is no
+        such thing for layers like these.
+        """
         ...

@@ -11,7 +11,8 @@ from common.kv.store import KVLayout
 from common.model.attention import QueryGroup, plan_groups
 from common.model.batch import Chunk
 from common.model.config import ExpertsConfig, GroupedAttention, RouterConfig
-from common.model.kernels.interface import AttentionPlan, Experts, Heads, Kernels, Linear, PackedWeight, Router
+from common.model.decoder import DecoderLayer
+from common.model.kernels.interface import AttentionPlan, Experts, Heads, Kernels, Linear, PackedWeight, Router, Stack
 from common.model.layers import GatedFeedForward, clamped_swiglu, linear, prepare_weight, rms_norm, silu_gated
 from common.model.moe import Activation, TorchExperts
 from common.model.rope import Angles, rotate
@@ -154,6 +155,9 @@ class TorchKernels:
         if delta_TH is not None:
             x_TH += delta_TH
         return rms_norm(x_TH, weight_H, eps)
+
+    def stack(self, layers: Sequence[DecoderLayer], eps: float) -> Stack | None:
+        return None
 
 
 def _activation(config: ExpertsConfig) -> Activation:

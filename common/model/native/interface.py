@@ -36,6 +36,43 @@ class Heads(Protocol):
     ) -> None: ...
 
 
+class Layers(Protocol):
+    def add(
+        self,
+        input_norm: int,
+        feed_forward_norm: int,
+        qkv: Linear,
+        heads: Heads,
+        out: Linear,
+        window: int,
+        sinks: int,
+        router: Router,
+        experts: Experts,
+        /,
+    ) -> None: ...
+
+    def __call__(
+        self,
+        num_tokens: int,
+        positions: int,
+        slots: int,
+        cos: int,
+        sin: int,
+        block_size: int,
+        block_table: int,
+        sequences: int,
+        num_sequences: int,
+        kv: int,
+        plane_elements: int,
+        rows: int,
+        row_bytes: int,
+        id_bytes: int,
+        layer_row_bytes: int,
+        x: int,
+        /,
+    ) -> None: ...
+
+
 class Typed(Protocol):
     """The functions and classes of one element type."""
 
@@ -43,6 +80,7 @@ class Typed(Protocol):
     Router: Callable[..., Router]
     Experts: Callable[..., Experts]
     Heads: Callable[..., Heads]
+    Layers: Callable[[float], Layers]
 
     def pack(self, weight: int, num_outputs: int, num_inputs: int, fused: bool, to: int) -> None: ...
 

@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "heads.h"
+#include "layers.h"
 #include "linear.h"
 #include "norm.h"
 #include "router.h"
@@ -50,26 +51,14 @@ void pack(Address weight, int num_outputs, int num_inputs, bool fused, Address t
   });
 }
 
-template <typename T>
-struct Linear {
-  PackedWeight<T> weight;
-  const T* bias;
-
-  void operator()(Address x, int64_t stride, int num_rows, Address y) const {
-    linear(at<const T>(x), stride, num_rows, weight, bias, at<T>(y));
-  }
-};
-
 template <typename T, typename W>
 struct Router {
   PackedWeight<W> weight;
   const W* bias;
   RouterRules rules;
 
-  void operator()(Address x, int num_tokens, Address ids, Address weights, Address rows, int64_t row_bytes,
-                  int id_bytes) const {
-    route(rules, weight, bias, at<const T>(x), num_tokens, at<int32_t>(ids), at<float>(weights),
-          RowsOut{at<uint8_t>(rows), row_bytes, id_bytes});
+  void operator()(const T* x, int num_tokens, int32_t* ids, float* weights, const RowsOut& rows) const {
+    route(rules, weight, bias, x, num_tokens, ids, weights, rows);
   }
 };
 
@@ -88,7 +77,59 @@ void bind_router(py::module_& module, const char* name) {
            py::kw_only(), py::arg("weight"), py::arg("num_experts"), py::arg("hidden"), py::arg("bias"),
            py::arg("correction"), py::arg("scoring"), py::arg("normalize"), py::arg("normalize_eps"), py::arg("scale"),
            py::arg("top_k"), py::arg("num_groups"), py::arg("num_groups_kept"), py::arg("num_group_scores"))
-      .def("__call__", &Bound::operator(), Unlocked());
+      .def(
+          "__call__",
+          [](const Bound& router, Address x, int num_tokens, Address ids, Address weights, Address rows,
+             int64_t row_bytes, int id_bytes) {
+            router(at<const T>(x), num_tokens, at<int32_t>(ids), at<float>(weights),
+                   RowsOut{at<uint8_t>(rows), row_bytes, id_bytes});
+          },
+          Unlocked());
+}
+
+// The layers one after the other, and then everything in one call.
+template <typename T>
+class Layers {
+ public:
+  explicit Layers(float eps) : eps_(eps) {}
+
+  template <typename W>
+  void add(Address input_norm, Address feed_forward_norm, const Linear<T>& qkv, const Heads<T>& heads,
+           const Linear<T>& out, int64_t window, Address sinks, const Router<T, W>& router, const Experts<T>& experts) {
+    layers_.push_back({at<const T>(input_norm), at<const T>(feed_forward_norm), qkv, heads, out, window,
+                       at<const float>(sinks), router, router.rules.top_k, experts});
+  }
+
+  void operator()(int num_tokens, Address positions, Address slots, Address cos, Address sin, int block_size,
+                  Address block_table, Address sequences, int num_sequences, Address kv, int64_t plane_elements,
+                  Address rows, int64_t row_bytes, int id_bytes, int64_t layer_row_bytes, Address x) const {
+    Pass<T> pass{num_tokens,
+                 at<const int64_t>(positions),
+                 at<const int64_t>(slots),
+                 at<const float>(cos),
+                 at<const float>(sin),
+                 __builtin_ctz(block_size),
+                 at<const int32_t>(block_table),
+                 at<const Queries>(sequences),
+                 num_sequences,
+                 at<T>(kv),
+                 plane_elements,
+                 RowsOut{at<uint8_t>(rows), row_bytes, id_bytes},
+                 layer_row_bytes};
+    run_layers(layers_, eps_, pass, at<T>(x));
+  }
+
+ private:
+  float eps_;
+  std::vector<Layer<T>> layers_;
+};
+
+template <typename T>
+void bind_layers(py::module_& module) {
+  auto bound = py::class_<Layers<T>>(module, "Layers").def(py::init<float>());
+  bound.def("add", &Layers<T>::template add<T>);
+  if constexpr (!std::is_same_v<T, float>) bound.def("add", &Layers<T>::template add<float>);
+  bound.def("__call__", &Layers<T>::operator(), Unlocked());
 }
 
 template <typename T>
@@ -170,11 +211,17 @@ void bind(py::module_ module) {
              return Linear<T>{{at<const char>(weight), num_outputs, num_inputs}, at<const T>(bias)};
            }),
            py::kw_only(), py::arg("weight"), py::arg("num_outputs"), py::arg("num_inputs"), py::arg("bias"))
-      .def("__call__", &Linear<T>::operator(), Unlocked());
+      .def(
+          "__call__",
+          [](const Linear<T>& bound, Address x, int64_t stride, int num_rows, Address y) {
+            linear(at<const T>(x), stride, num_rows, bound.weight, bound.bias, at<T>(y));
+          },
+          Unlocked());
   bind_experts<T>(module);
   bind_heads<T>(module);
   bind_router<T, T>(module, "Router");
   if constexpr (!std::is_same_v<T, float>) bind_router<T, float>(module, "Fp32Router");
+  bind_layers<T>(module);
 }
 
 }  // namespace
