@@ -5,6 +5,7 @@
 // (-ffp-contract=off, no fast-math): the bits that a row gets must not depend on which template computed it.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -165,7 +166,7 @@ inline Floats dot<bf16>(Floats acc, Words a, Words w) {
 #endif
 }
 
-// e^x to about one unit in the last place; 0 below the smallest normal result. The range is reduced by multiples of ln 2
+// e^x to about one unit in the last place; 0 below the smallest normal result, infinity near the largest. The range is reduced by multiples of ln 2
 // in two parts (Cody & Waite), the rest is Cephes' polynomial of degree 5.
 inline Floats exp(Floats x) {
   const Floats lowest = splat(-87.33654f), largest = splat(88.3762626647950f);
@@ -186,6 +187,7 @@ inline Floats exp(Floats x) {
   result = as_floats(as<Words>(result) + exponent);
   Floats zero = {};
   result = x < lowest ? zero : result;
+  result = x > largest ? splat(HUGE_VALF) : result;
   return x == x ? result : x;
 }
 
