@@ -11,10 +11,10 @@
 
 namespace moerelay {
 
-constexpr int kTileKeys = 64;
+constexpr int kTileKeys = 128;
 constexpr int kKeyPanels = kTileKeys / kLanes;
 // Query rows that share the packed keys and values of a tile.
-constexpr int kQueryRows = 48;
+constexpr int kQueryRows = 96;
 
 // One sequence of a batch: its queries are consecutive tokens of the batch, and consecutive positions.
 struct Queries {
