@@ -4,12 +4,18 @@ A machine without a compiler, or with one that does not know the instructions, i
 built is left out, and the workers compute with torch (see common/model/native).
 """
 
+import hashlib
 import platform
+from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 
 _SOURCE = "common/model/native/csrc/module.cpp"
+_SOURCES = sorted(Path("common/model/native/csrc").iterdir())
+
+#: A module tells which source it was built from: one that is left over from an older source is not used.
+_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
 
 _FLAGS = ["-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi", "-Wno-ignored-attributes"]
 
@@ -27,16 +33,14 @@ def _extension(variant: str, flags: list[str]) -> Pybind11Extension:
         f"common.model.native._{variant}",
         [_SOURCE],
         cxx_std=20,
-        define_macros=[("MOERELAY_MODULE", f"_{variant}")],
+        define_macros=[("MOERELAY_MODULE", f"_{variant}"), ("MOERELAY_SOURCE", f'"{_DIGEST}"')],
         extra_compile_args=[*_FLAGS, *flags],
         extra_link_args=["-fopenmp"],
-        depends=[f"common/model/native/csrc/{name}.h" for name in _HEADERS],
+        depends=[str(path) for path in _SOURCES if path.suffix == ".h"],
     )
     extension.optional = True
     return extension
 
-
-_HEADERS = ("attention", "experts", "heads", "layers", "linear", "norm", "router", "team", "vec")
 
 setup(
     ext_modules=[

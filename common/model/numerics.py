@@ -12,9 +12,10 @@ from common.kv.pool import BlockId
 from common.kv.store import KVLayout
 from common.model.attention import TILE
 from common.model.batch import Chunk
-from common.model.config import ModelConfig, RouterConfig
+from common.model.config import ExpertsConfig, GroupedAttention, ModelConfig, RopeConfig, RouterConfig
 from common.model.kernels.interface import Kernels
 from common.model.layers import FP32_MULTIPLE, per_head_product
+from common.model.rope import Angles, RotaryTable
 
 #: Takes the sizes of a tensor and fills it with the next fixed numbers.
 Draw = Callable[..., torch.Tensor]
@@ -93,6 +94,8 @@ def _probe(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> str:
     digest = xxhash.xxh3_64()
     parts = (
         _products(draw, dtype, kernels),
+        _experts(draw, dtype, kernels),
+        _heads(draw, dtype, kernels),
         _attention(draw, dtype, kernels),
         _latent_attention(draw, dtype),
         _routers(draw, dtype, kernels),
@@ -109,6 +112,30 @@ def _products(draw: Draw, dtype: torch.dtype, kernels: Kernels) -> Iterator[torc
     for num_rows in _NUM_ROWS:
         normed = kernels.add_norm(draw(num_rows, 2048).to(dtype), None, norm, 1e-6)
         yield from (normed, linear(normed), gated(normed))
+
+
+def _experts(draw: Draw, dtype: torch.dtype, kernels: Kernels) -> Iterator[torch.Tensor]:
+    """With biases and the activation that has most operations; some experts get many rows, some none."""
+    num_experts, size, hidden = 4, 64, 256
+    config = ExpertsConfig(num_experts, size, bias=True, activation="clamped_swiglu", alpha=1.702, limit=7.0)
+    gate_up = [kernels.pack(draw(2 * size, hidden).to(dtype), fused=True) for _ in range(num_experts)]
+    down = [kernels.pack(draw(hidden, size).to(dtype)) for _ in range(num_experts)]
+    experts = kernels.experts(
+        config, gate_up, down, draw(num_experts, 2 * size).to(dtype), draw(num_experts, hidden).to(dtype)
+    )
+    for num_rows in _NUM_ROWS:
+        ids_T2 = torch.arange(2 * num_rows, device=draw(1).device, dtype=torch.int32).view(num_rows, 2) % 3
+        yield experts(draw(num_rows, hidden).to(dtype), ids_T2, draw(num_rows, 2).abs())
+
+
+def _heads(draw: Draw, dtype: torch.dtype, kernels: Kernels) -> Iterator[torch.Tensor]:
+    config = GroupedAttention(num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64, qk_norm="head", clip_qkv=8.0)
+    heads = kernels.heads(config, draw(6, 64), 1e-6, dtype)
+    slots_T = torch.arange(48, device=draw(1).device)
+    table = RotaryTable(RopeConfig(), config.rotary_dim, slots_T.device, len(slots_T))
+    kv_CSGD = torch.zeros(2, len(slots_T), 2, 64, dtype=dtype, device=slots_T.device)
+    yield heads.split(draw(48, 8 * 64).to(dtype), Angles(table, slots_T), slots_T, kv_CSGD)
+    yield kv_CSGD
 
 
 def _attention(draw: Draw, dtype: torch.dtype, kernels: Kernels) -> Iterator[torch.Tensor]:

@@ -25,7 +25,7 @@ from common.model.runner import ModelRunner, kv_layout
 from common.pb import types_pb2
 from common.worker.bridge import EngineBridge
 from common.worker.checkpoints import CheckpointLoader
-from common.worker.machine import WorkerCores, give_back_memory, worker_cores
+from common.worker.machine import WorkerCores, give_back_memory, keep_what_is_there, worker_cores
 from common.worker.weights import Weights
 
 #: KV cache of a worker that was told nothing: enough for tens of thousands of tokens of a small model.
@@ -75,6 +75,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
     log.info("kernels_chosen", kernels=kernels.name)
     loaded = load_model(path, config, dtype, device, progress=True, max_positions=max_model_len, kernels=kernels)
     give_back_memory()
+    keep_what_is_there()
     store = _allocate(layout, config, num_blocks, device, poison=settings.debug_poison_kv)
     bridge = EngineBridge()
     runner = ModelRunner(loaded.decoder, store)

@@ -93,15 +93,17 @@ def bound_memory(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def give_back_memory() -> None:
-    """Returns to the system what was freed: after loading, when much was staged that nobody needs again.
+    """Returns to the system what was freed: after loading, when much was staged that nobody needs again."""
+    if libc := _glibc():
+        libc.malloc_trim(0)
 
-    What is there by then (modules, weights) stays for good, so that the garbage collector need not look at it again
-    and again, which took some 2 % of a decode step.
+
+def keep_what_is_there() -> None:
+    """What a process has when it begins to serve (modules, weights) stays for good: the garbage collector need not look
+    at it again and again, which took some 2 % of a decode step.
     """
     gc.collect()
     gc.freeze()
-    if libc := _glibc():
-        libc.malloc_trim(0)
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -110,7 +110,7 @@ class Stack(Protocol):
 
 
 class Kernels(Protocol):
-    """One set; stateless, used by any thread."""
+    """One set; used by any thread."""
 
     @property
     def name(self) -> str:

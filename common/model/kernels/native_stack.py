@@ -67,7 +67,11 @@ def stack(call: interface.Layers, layers: Sequence[DecoderLayer]) -> NativeStack
     """All layers, added to `call`; None where one is of a kind that the call does not know."""
     for layer in layers:
         attention, block = layer.attention, layer.feed_forward
-        if not isinstance(attention, GroupedQueryAttention) or not isinstance(block, MoeFeedForward) or block.shared:
+        if (
+            not isinstance(attention, GroupedQueryAttention)
+            or not isinstance(block, MoeFeedForward)
+            or block.shared is not None
+        ):
             return None
         assert isinstance(attention.qkv, NativeLinear)
         assert isinstance(attention.out, NativeLinear)

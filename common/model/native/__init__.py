@@ -4,6 +4,7 @@ They compute with addresses of tensors; `common.model.kernels.native` is what kn
 """
 
 import functools
+import hashlib
 import importlib
 import platform
 from pathlib import Path
@@ -22,13 +23,18 @@ VARIANTS: dict[str, frozenset[str]] = {
 
 def load(variant: str) -> NativeModule:
     """The module of that name. Raises ImportError saying why there is none here."""
+    if platform.machine() != "x86_64" and variant != "portable":
+        raise ImportError("it is for x86-64 processors")
     if platform.machine() == "x86_64" and (missing := VARIANTS[variant] - _processor_flags()):
         raise ImportError(f"this processor lacks {', '.join(sorted(missing))}")
     try:
         # After torch, whose OpenMP runtime the module shares then.
-        return cast(NativeModule, importlib.import_module(f"{__name__}._{variant}"))
+        module = cast(NativeModule, importlib.import_module(f"{__name__}._{variant}"))
     except ModuleNotFoundError:
         raise ImportError("it was not built: `make setup` needs a C++20 compiler with OpenMP") from None
+    if _source_digest() not in (None, module.source):
+        raise ImportError("it was built from another source, which would be called wrongly: run `make setup` again")
+    return module
 
 
 def available() -> list[str]:
@@ -43,6 +49,13 @@ def why_unavailable(variant: str) -> str | None:
     except ImportError as error:
         return str(error)
     return None
+
+
+@functools.cache
+def _source_digest() -> str | None:
+    """Of the source beside this module, as setup.py computes it; None where only the modules are installed."""
+    files = sorted((Path(__file__).parent / "csrc").glob("*"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16] if files else None
 
 
 @functools.cache

@@ -110,5 +110,7 @@ class TypedBfloat16(Typed, Protocol):
 
 
 class NativeModule(Protocol):
+    #: Digest of the source that the module was built from.
+    source: str
     float32: Typed
     bfloat16: TypedBfloat16

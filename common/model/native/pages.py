@@ -1,6 +1,7 @@
 """Memory on huge pages: weights are read from end to end in every step, and with small pages address translation is a
 good part of that time."""
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -24,7 +25,7 @@ class HugePages:
         self._used = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], all zero. Raises OSError when memory is out."""
+        """uint8 [num_bytes], all zero. Raises MemoryError when memory is out."""
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
             if self._used + size > len(self._region):
@@ -35,8 +36,11 @@ class HugePages:
 
 def _region(num_bytes: int) -> torch.Tensor:
     """Begins at a huge page, and is made of such pages where the system grants them."""
-    region = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    try:
+        region = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {num_bytes} bytes for weights: {error.strerror}") from error
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without such pages
         region.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % HUGE_PAGE_BYTES
     return torch.frombuffer(region, dtype=torch.uint8, count=num_bytes, offset=start)

@@ -10,7 +10,7 @@ import torch
 
 from common.kv.pool import BlockId
 from common.model.batch import Chunk
-from common.model.kernels.native import NativeAttentionPlan
+from common.model.kernels.native_ops import NativeAttentionPlan
 from common.model.kernels.reference import TorchAttentionPlan
 from common.model.plan import ForwardPlan, plan_forward
 from common.model.plan_ahead import PlanAhead

@@ -1,12 +1,13 @@
 // Attention over the paged cache, in tiles of keys that start at absolute multiples of kTileKeys.
 //
-// The softmax is computed online (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135). A query goes
-// through the same tiles and additions whether it is computed alone, in a chunk or beside other sequences: tiles in
-// which it sees no key are left out for it, and keys that it does not see weigh exactly nothing.
+// The softmax is computed online (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135). A query
+// goes through the same tiles and additions whether it is computed alone, in a chunk or beside other sequences: tiles
+// in which it sees no key are left out for it, and keys that it does not see weigh exactly nothing.
 #pragma once
 
 #include <cmath>
 
+#include "buffer.h"
 #include "linear.h"
 
 namespace moerelay {
@@ -50,24 +51,23 @@ struct Attention {
   }
 };
 
-// What one thread works with; as large as the largest unit so far.
+// What one thread works with.
 template <typename T>
 struct Workspace {
-  std::vector<char> keys, values;
-  std::vector<T> weights, zeros;
-  std::vector<float> scores, output;
-  std::vector<const T*> queries, weight_rows;
+  Buffer<char> keys, values;
+  Buffer<T> weights;
+  Buffer<float> scores, output;
+  std::vector<T> zeros;
+  const T *queries[kQueryRows], *weight_rows[kQueryRows];
   float highest[kQueryRows], total[kQueryRows], rescale[kQueryRows];
 
   void fit(const Attention<T>& a) {
-    keys.resize(size_t{kTileKeys} * a.key_dim * sizeof(T));
-    values.resize(size_t{kTileKeys} * (a.value_dim + kLanes) * sizeof(T));
-    weights.resize(kQueryRows * kTileKeys);
-    scores.resize(kQueryRows * kTileKeys);
-    output.resize(size_t{kQueryRows} * (a.value_dim + kLanes));
+    keys.fit(size_t{kTileKeys} * a.key_dim * sizeof(T));
+    values.fit(size_t{kTileKeys} * (a.value_dim + kLanes) * sizeof(T));
+    weights.fit(kQueryRows * kTileKeys);
+    scores.fit(kQueryRows * kTileKeys);
+    output.fit(size_t{kQueryRows} * (a.value_dim + kLanes));
     zeros.resize(a.key_dim);
-    queries.resize(kQueryRows);
-    weight_rows.resize(kQueryRows);
     for (int row = 0; row < kQueryRows; ++row) weight_rows[row] = weights.data() + row * kTileKeys;
   }
 };
@@ -106,7 +106,7 @@ class RowBlock {
   }
 
   void run() {
-    begin();
+    clear();
     const int64_t last = position(num_rows_ - 1);
     const int64_t first = a_.window ? std::max<int64_t>(0, position(0) - a_.window + 1) : 0;
     for (int64_t key = first / kTileKeys * kTileKeys; key <= last; key += kTileKeys) add_tile(key);
@@ -120,25 +120,25 @@ class RowBlock {
   // Index of the row's query, and of its output, in [tokens, heads].
   int64_t vector(int row) const { return (queries_.first_token + token(row)) * a_.num_heads + head(row); }
 
-  void begin() {
+  void clear() {
     for (int row = 0; row < num_rows_; ++row) {
       // A sink is a key whose value is zero. Without one the maximum starts finite, so that nothing becomes NaN.
       space_.highest[row] = a_.sinks == nullptr ? -1e30f : a_.sinks[head(row)];
       space_.total[row] = a_.sinks == nullptr ? 0.0f : 1.0f;
     }
-    std::fill(space_.output.begin(), space_.output.end(), 0.0f);
+    std::fill(output_row(0), output_row(num_rows_), 0.0f);
   }
 
   void add_tile(int64_t first_key) {
     // Earlier rows see nothing of the tile yet, and later ones nothing any more.
-    int begin = 0, end = num_rows_;
-    while (position(begin) < first_key) ++begin;
-    while (a_.window && position(end - 1) - a_.window >= first_key + kTileKeys - 1) --end;
-    if (begin >= end) return;
+    int first_row = 0, end_row = num_rows_;
+    while (position(first_row) < first_key) ++first_row;
+    while (a_.window && position(end_row - 1) - a_.window >= first_key + kTileKeys - 1) --end_row;
+    if (first_row >= end_row) return;
     pack(first_key);
-    score(begin, end);
-    for (int row = begin; row < end; ++row) soften(row, first_key);
-    accumulate(begin, end);
+    score(first_row, end_row);
+    for (int row = first_row; row < end_row; ++row) soften(row, first_key);
+    accumulate(first_row, end_row);
   }
 
   void pack(int64_t first_key) {
@@ -161,11 +161,11 @@ class RowBlock {
   PackedWeight<T> key_weight() const { return {space_.keys.data(), num_keys(), a_.key_dim}; }
   PackedWeight<T> value_weight() const { return {space_.values.data(), a_.value_dim, num_keys()}; }
 
-  void score(int begin, int end) {
+  void score(int first_row, int end_row) {
     const PackedWeight<T> weight = key_weight();
     for (int panel = 0; panel < num_panels_; panel += kTilePanels)
-      product(space_.queries.data() + begin, end - begin, weight, panel, [&](int row, int p, Floats sums) {
-        store(space_.scores.data() + (begin + row) * kTileKeys + p * kLanes, sums);
+      product(space_.queries + first_row, end_row - first_row, weight, panel, [&](int row, int p, Floats sums) {
+        store(space_.scores.data() + (first_row + row) * kTileKeys + p * kLanes, sums);
       });
   }
 
@@ -190,12 +190,12 @@ class RowBlock {
     space_.highest[row] = highest_now;
   }
 
-  void accumulate(int begin, int end) {
+  void accumulate(int first_row, int end_row) {
     const PackedWeight<T> weight = value_weight();
     for (int panel = 0; panel < weight.num_panels(); panel += kTilePanels)
-      product(space_.weight_rows.data() + begin, end - begin, weight, panel, [&](int row, int p, Floats sums) {
-        float* output = output_row(begin + row) + p * kLanes;
-        store(output, load(output) * space_.rescale[begin + row] + sums);
+      product(space_.weight_rows + first_row, end_row - first_row, weight, panel, [&](int row, int p, Floats sums) {
+        float* output = output_row(first_row + row) + p * kLanes;
+        store(output, load(output) * space_.rescale[first_row + row] + sums);
       });
   }
 

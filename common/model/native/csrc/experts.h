@@ -3,6 +3,7 @@
 // Letters: T tokens, H hidden size, F expert width, K experts per token.
 #pragma once
 
+#include "buffer.h"
 #include "linear.h"
 #include "norm.h"
 
@@ -45,14 +46,13 @@ struct Assignment {
 };
 
 // Pairs ordered by expert, and where each expert's begin.
-inline std::vector<Assignment> assign(const int32_t* ids, int num_pairs, int num_experts, std::vector<int>& pairs) {
+inline std::vector<Assignment> assign(const int32_t* ids, int num_pairs, int num_experts, int* pairs) {
   std::vector<int> ends(num_experts + 1);
   for (int pair = 0; pair < num_pairs; ++pair) ++ends[ids[pair] + 1];
   for (int expert = 0; expert < num_experts; ++expert) ends[expert + 1] += ends[expert];
   std::vector<Assignment> used;
   for (int expert = 0; expert < num_experts; ++expert)
     if (const int count = ends[expert + 1] - ends[expert]) used.push_back({expert, ends[expert], count});
-  pairs.resize(num_pairs);
   for (int pair = 0; pair < num_pairs; ++pair) pairs[ends[ids[pair]]++] = pair;
   return used;
 }
@@ -62,22 +62,19 @@ template <typename T>
 void apply_experts(const Experts<T>& experts, const T* x, const int32_t* ids, const float* weights, int num_tokens,
                    int top_k, T* y) {
   const int num_pairs = num_tokens * top_k, hidden = experts.hidden, width = experts.width;
-  static thread_local std::vector<int> pairs;
-  static thread_local std::vector<const T*> inputs, middles;
-  static thread_local std::vector<T> middle, outputs;
-  const std::vector<Assignment> used = assign(ids, num_pairs, int(experts.gate_up.size()), pairs);
-  inputs.resize(num_pairs);
-  middles.resize(num_pairs);
-  middle.resize(size_t{1} * num_pairs * width);
-  outputs.resize(size_t{1} * num_pairs * hidden);
-  for (int row = 0; row < num_pairs; ++row) {
-    inputs[row] = x + int64_t{pairs[row] / top_k} * hidden;
-    middles[row] = middle.data() + size_t{1} * row * width;
-  }
+  static thread_local Buffer<int> pairs;
+  static thread_local Buffer<const T*> inputs, middles;
+  static thread_local Buffer<T> middle, outputs;
   // The threads of the team see the caller's buffers through these.
-  const int* pair_of = pairs.data();
-  const T *const *input = inputs.data(), *const *hidden_rows = middles.data();
-  T *middle_data = middle.data(), *output_data = outputs.data();
+  int* pair_of = pairs.fit(num_pairs);
+  const T **input = inputs.fit(num_pairs), **hidden_rows = middles.fit(num_pairs);
+  T* middle_data = middle.fit(size_t{1} * num_pairs * width);
+  T* output_data = outputs.fit(size_t{1} * num_pairs * hidden);
+  const std::vector<Assignment> used = assign(ids, num_pairs, int(experts.gate_up.size()), pair_of);
+  for (int row = 0; row < num_pairs; ++row) {
+    input[row] = x + int64_t{pair_of[row] / top_k} * hidden;
+    hidden_rows[row] = middle_data + size_t{1} * row * width;
+  }
   const int gate_units = experts.num_panels(), num_used = int(used.size());
   const int down_units = (experts.down_of(0).num_panels() + kTilePanels - 1) / kTilePanels;
   share(num_used * gate_units, 8, [&](int unit) {

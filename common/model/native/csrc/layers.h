@@ -7,6 +7,7 @@
 #include <functional>
 
 #include "attention.h"
+#include "buffer.h"
 #include "experts.h"
 #include "heads.h"
 #include "router.h"
@@ -21,7 +22,7 @@ struct Linear {
   void operator()(const T* x, int num_rows, T* y) const { linear(x, weight.num_inputs, num_rows, weight, bias, y); }
 };
 
-// A router of either weight type.
+// A router of either weight type: which of the two stands in the layer, not in its type.
 template <typename T>
 using AnyRouter = std::function<void(const T* x, int num_tokens, int32_t* ids, float* weights, const RowsOut& rows)>;
 
@@ -60,13 +61,13 @@ struct Pass {
 // x [tokens, hidden], in place.
 template <typename T>
 void run_layers(const std::vector<Layer<T>>& layers, float eps, const Pass<T>& pass, T* x) {
-  static thread_local std::vector<T> normed, fused, queries, attended, delta;
-  static thread_local std::vector<int32_t> ids;
-  static thread_local std::vector<float> weights;
+  static thread_local Buffer<T> normed, fused, queries, attended, delta;
+  static thread_local Buffer<int32_t> ids;
+  static thread_local Buffer<float> weights;
   const size_t num_tokens = pass.num_tokens;
   const int hidden = layers[0].experts.hidden;
-  normed.resize(num_tokens * hidden);
-  delta.resize(num_tokens * hidden);
+  normed.fit(num_tokens * hidden);
+  delta.fit(num_tokens * hidden);
   const T* added = nullptr;
   T* kv = pass.kv;
   RowsOut rows = pass.rows;
@@ -74,11 +75,11 @@ void run_layers(const std::vector<Layer<T>>& layers, float eps, const Pass<T>& p
     Heads<T> heads = layer.heads;
     heads.cos = pass.cos;
     heads.sin = pass.sin;
-    fused.resize(num_tokens * layer.qkv.weight.num_outputs);
-    queries.resize(num_tokens * layer.out.weight.num_inputs);
-    attended.resize(queries.size());
-    ids.resize(num_tokens * layer.top_k);
-    weights.resize(num_tokens * layer.top_k);
+    fused.fit(num_tokens * layer.qkv.weight.num_outputs);
+    queries.fit(num_tokens * layer.out.weight.num_inputs);
+    attended.fit(num_tokens * layer.out.weight.num_inputs);
+    ids.fit(num_tokens * layer.top_k);
+    weights.fit(num_tokens * layer.top_k);
 
     add_norm(x, added, layer.input_norm, eps, pass.num_tokens, hidden, normed.data());
     layer.qkv(normed.data(), pass.num_tokens, fused.data());

@@ -1,7 +1,7 @@
 // y = x · weightᵀ for weights packed so that a product reads them in one stream.
 //
-// A packed weight [N, K] is [⌈N / 16⌉][K / W][16][W]: panels of 16 outputs (zeros behind the last one), in each of them
-// word after word of W inputs (two bf16, one float) for all 16 outputs: 64 bytes per step. An output is accumulated in
+// A packed weight [N, K] is [⌈N / 16⌉][K / W][16][W]: panels of 16 outputs (zeros behind the last one), in each of
+// them word after word of W inputs (two bf16, one float) for all 16 outputs: 64 bytes per step. An output is accumulated in
 // fp32 over its inputs in order, whatever the number of rows, the tile or the thread: that makes rows independent of
 // their batch, bit for bit.
 //
@@ -16,7 +16,8 @@
 
 namespace moerelay {
 
-// Tiles fill the registers: C panels of weights, R × C sums, and one row's word, of which AVX-512 holds 32 and AVX2 eight.
+// Tiles fill the registers with C panels of weights, R × C sums and one row's word: AVX-512 has 32, AVX2 as good as eight.
+// The loops of `tile` are unrolled as often as these say.
 constexpr int kTilePanels = 2;
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12;
@@ -161,6 +162,7 @@ inline Floats with_bias(Floats sums, const T* bias, int panel, int width) {
 // y [M, N] from rows of K inputs; `bias` is [N] or null.
 template <typename T>
 void linear(const T* x, int64_t x_stride, int num_rows, const PackedWeight<T>& weight, const T* bias, T* y) {
+  if (num_rows == 0) return;
   const std::vector<const T*> rows = rows_of(x, num_rows, x_stride);
   const int num_units = (weight.num_panels() + kTilePanels - 1) / kTilePanels;
   share(num_units, std::max(1, num_units / 32), [&](int unit) {

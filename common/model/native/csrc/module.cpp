@@ -1,10 +1,10 @@
 // What Python sees: one submodule per element type, with the same functions and classes.
 //
-// Classes are local to their module: by default pybind11 knows one class per C++ type in a process, and every variant has
-// the same ones.
+// Classes are local to their module: by default pybind11 knows one class per C++ type in a process, and every variant
+// has the same ones.
 //
-// Tensors come as addresses. Their shapes, dtypes and contiguity are the caller's business (common/model/kernels); so is
-// that they outlive the objects which were made from them. The GIL is released while anything computes.
+// Tensors come as addresses. Their shapes, dtypes and contiguity are the caller's business (common/model/kernels); so
+// is that they outlive the objects which were made from them. The GIL is released while anything computes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -126,7 +126,7 @@ class Layers {
 
 template <typename T>
 void bind_layers(py::module_& module) {
-  auto bound = py::class_<Layers<T>>(module, "Layers").def(py::init<float>());
+  auto bound = py::class_<Layers<T>>(module, "Layers", py::module_local()).def(py::init<float>());
   bound.def("add", &Layers<T>::template add<T>);
   if constexpr (!std::is_same_v<T, float>) bound.def("add", &Layers<T>::template add<float>);
   bound.def("__call__", &Layers<T>::operator(), Unlocked());
@@ -136,7 +136,8 @@ template <typename T>
 void bind_experts(py::module_& module) {
   py::class_<Experts<T>>(module, "Experts", py::module_local())
       .def(py::init([](const std::vector<Address>& gate_up, const std::vector<Address>& down, int hidden, int width,
-                       Address gate_bias, Address up_bias, Address down_bias, int activation, float alpha, float limit) {
+                       Address gate_bias, Address up_bias, Address down_bias, int activation, float alpha,
+                       float limit) {
              return Experts<T>{addresses_of(gate_up), addresses_of(down),      hidden,
                                width,                 at<const T>(gate_bias),  at<const T>(up_bias),
                                at<const T>(down_bias), Activation(activation), alpha,
@@ -157,8 +158,8 @@ void bind_experts(py::module_& module) {
 template <typename T>
 void bind_heads(py::module_& module) {
   py::class_<Heads<T>>(module, "Heads", py::module_local())
-      .def(py::init([](int num_heads, int num_kv_heads, int dim, int rotary_dim, int norm, Address norm_weight, float eps,
-                       float bound, float scale) {
+      .def(py::init([](int num_heads, int num_kv_heads, int dim, int rotary_dim, int norm, Address norm_weight,
+                       float eps, float bound, float scale) {
              return Heads<T>{num_heads, num_kv_heads, dim,   rotary_dim, HeadNorm(norm), at<const float>(norm_weight),
                              eps,       bound,        scale, nullptr,    nullptr};
            }),
@@ -228,6 +229,7 @@ void bind(py::module_ module) {
 }  // namespace moerelay
 
 PYBIND11_MODULE(MOERELAY_MODULE, module) {
+  module.attr("source") = MOERELAY_SOURCE;
   moerelay::bind<moerelay::bf16>(module.def_submodule("bfloat16"));
   moerelay::bind<float>(module.def_submodule("float32"));
 }

@@ -20,13 +20,13 @@ struct RouterRules {
   const float* correction;  // [E], added for the choice only, or null
 };
 
-// `count` indices of the largest values, best first, of equal ones the lower first. What is taken becomes -inf in place.
+// `count` indices of the largest values, best first, of equal ones the lower first. What is taken becomes NaN in place.
 inline void take_best(float* values, int size, int count, int32_t* best) {
   for (int k = 0; k < count; ++k) {
     int place = -1;
     for (int i = 0; i < size; ++i)
       if (!std::isnan(values[i]) && (place < 0 || values[i] > values[place])) place = i;
-    // Values that are no numbers are the engine's to report; the ids stay legal and distinct all the same.
+    // No number is left: the ids stay legal and distinct all the same.
     for (int i = 0; place < 0 && i < size; ++i)
       if (std::find(best, best + k, i) == best + k) place = i;
     best[k] = place;
@@ -77,6 +77,8 @@ inline void choose(const RouterRules& rules, float* scores, int num_experts, int
   ranking.assign(scores, scores + num_experts);
   if (rules.correction != nullptr)
     for (int i = 0; i < num_experts; ++i) ranking[i] += rules.correction[i];
+  // Whoever is not comparable could have been the best: what comes of it must not look like a result.
+  const bool is_sound = std::none_of(ranking.begin(), ranking.end(), [](float value) { return std::isnan(value); });
   if (rules.num_groups_kept < rules.num_groups) keep_best_groups(rules, ranking.data(), num_experts, space);
   take_best(ranking.data(), num_experts, rules.top_k, ids);
   for (int k = 0; k < rules.top_k; ++k) weights[k] = scores[ids[k]];
@@ -86,7 +88,7 @@ inline void choose(const RouterRules& rules, float* scores, int num_experts, int
     for (int k = 1; k < rules.top_k; ++k) total += weights[k];
     for (int k = 0; k < rules.top_k; ++k) weights[k] /= total + rules.normalize_eps;
   }
-  for (int k = 0; k < rules.top_k; ++k) weights[k] *= rules.scale;
+  for (int k = 0; k < rules.top_k; ++k) weights[k] *= is_sound ? rules.scale : std::nanf("");
 }
 
 // A token's routing row in one layer; rows of a layer lie `row_bytes` apart.

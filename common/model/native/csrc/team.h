@@ -5,6 +5,11 @@
 // spin for good takes cores from the router and the clients. So they spin for a moment, then offer their core to others
 // while they go on looking, and sleep when nothing has come for a few milliseconds. The caller never waits for a thread
 // that has not taken part: what that one would have done is done by then.
+//
+// `turn_` is odd while there is work. A member that sees an odd turn counts itself in and looks again before it touches
+// anything; the caller makes the turn even and then waits until nobody is counted. One of the two sees the other, as both
+// write before they read. A member counts itself as asleep before it waits for the turn it has seen to change, so that
+// a caller which does not see it has changed the turn already. Closing a turn wakes nobody: there is nothing to do.
 #pragma once
 
 #include <omp.h>
@@ -13,6 +18,10 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -29,7 +38,8 @@ class Team {
 
   ~Team() { resize(1); }
 
-  // Calls body(i) for 0 <= i < count, on any member, `run` neighbours at a time; returns when all have returned.
+  // Calls body(i) for 0 <= i < count, on any member, `run` neighbours at a time; returns when all have returned. Throws
+  // what one of them threw.
   template <typename Body>
   void share(int count, int run, const Body& body) {
     if (members_.empty() || count <= run) {
@@ -43,12 +53,13 @@ class Team {
     count_ = count;
     run_ = run;
     next_.store(0, std::memory_order_relaxed);
-    turn_.fetch_add(1);  // opens: odd
+    turn_.fetch_add(1);
     if (num_asleep_.load() > 0) turn_.notify_all();
     take_part();
-    turn_.fetch_add(1);  // closes: even
+    turn_.fetch_add(1);
     Patience patience;
     while (num_active_.load() > 0) patience.pass();
+    if (has_failed_.exchange(false)) std::rethrow_exception(failure_);
   }
 
  private:
@@ -56,31 +67,33 @@ class Team {
   class Patience {
    public:
     void pass() {
-      if (++num_looks_ < kLooksAlone) {
+      if (num_looks_ < kLooksAlone) {
+        ++num_looks_;
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
         return;
       }
+      if (num_offers_++ == 0) begun_ = std::chrono::steady_clock::now();
       sched_yield();
-      if (num_looks_ == kLooksAlone) begun_ = std::chrono::steady_clock::now();
     }
     bool is_over() const {
-      return num_looks_ > kLooksAlone && num_looks_ % 16 == 0 && std::chrono::steady_clock::now() - begun_ > kLongest;
+      return num_offers_ % 16 == 15 && std::chrono::steady_clock::now() - begun_ > kLongest;
     }
 
    private:
     static constexpr int kLooksAlone = 1000;
     static constexpr std::chrono::milliseconds kLongest{3};
     int num_looks_ = 0;
+    unsigned num_offers_ = 0;
     std::chrono::steady_clock::time_point begun_;
   };
 
   Team() = default;
 
   void resize(int size) {
-    const size_t wanted = std::max(size, 1) - 1;
-    if (members_.size() == wanted) return;
+    if (size == size_) return;
+    size_ = size;
     ending_.store(true);
     turn_.fetch_add(2);
     turn_.notify_all();
@@ -88,7 +101,11 @@ class Team {
     members_.clear();
     ending_.store(false);
     const uint32_t turn = turn_.load();
-    for (size_t i = 0; i < wanted; ++i) members_.emplace_back([this, turn] { serve(turn); });
+    try {
+      for (int i = 1; i < size; ++i) members_.emplace_back([this, turn] { serve(turn); });
+    } catch (const std::system_error&) {
+      // The system grants no more threads: those that there are do it.
+    }
   }
 
   void serve(uint32_t seen) {
@@ -119,11 +136,15 @@ class Team {
     }
   }
 
-  void take_part() {
+  void take_part() noexcept {
     for (;;) {
       const int first = next_.fetch_add(run_, std::memory_order_relaxed);
       if (first >= count_) return;
-      work_(context_, first, std::min(first + run_, count_));
+      try {
+        work_(context_, first, std::min(first + run_, count_));
+      } catch (...) {
+        if (!has_failed_.exchange(true)) failure_ = std::current_exception();
+      }
     }
   }
 
@@ -133,10 +154,13 @@ class Team {
   alignas(64) std::atomic<int> num_active_{0};
   std::atomic<int> num_asleep_{0};
   std::atomic<bool> ending_{false};
+  std::atomic<bool> has_failed_{false};
+  std::exception_ptr failure_;
   void (*work_)(const void*, int, int) = nullptr;
   const void* context_ = nullptr;
   int count_ = 0;
   int run_ = 1;
+  int size_ = 1;
   std::vector<std::thread> members_;
 };
 

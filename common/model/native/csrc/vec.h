@@ -1,10 +1,11 @@
 // Vectors of 16 floats, and the two element types that weights and activations have.
 //
-// The same source is compiled once per instruction set (see setup.py). Only `dot` and `fma` name instructions; everything
-// else is written in the compilers' portable vector extension. Nothing here is allowed to be contracted or reordered
-// (-ffp-contract=off, no fast-math): the bits that a row gets must not depend on which template computed it.
+// The same source is compiled once per instruction set (see setup.py). Only `dot` and `fma` name instructions;
+// everything else is written in the compilers' portable vector extension. Nothing here is allowed to be contracted or
+// reordered (-ffp-contract=off, no fast-math): a row's bits must not depend on which template computed it.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -15,6 +16,8 @@
 #endif
 
 namespace moerelay {
+
+static_assert(std::endian::native == std::endian::little, "words and routing rows are put together low byte first");
 
 constexpr int kLanes = 16;
 
@@ -125,8 +128,9 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
-inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+// An `a` that is no number stays what it is.
+inline Floats max(Floats a, Floats b) { return b > a ? b : a; }
+inline Floats min(Floats a, Floats b) { return b < a ? b : a; }
 
 // Halves of the lanes folded onto each other, 8 apart first: sums and maxima always take the same order.
 template <typename Fold>
@@ -166,8 +170,8 @@ inline Floats dot<bf16>(Floats acc, Words a, Words w) {
 #endif
 }
 
-// e^x to about one unit in the last place; 0 below the smallest normal result, infinity near the largest. The range is reduced by multiples of ln 2
-// in two parts (Cody & Waite), the rest is Cephes' polynomial of degree 5.
+// e^x to about one unit in the last place; 0 below the smallest normal result, infinity near the largest. The range is
+// reduced by multiples of ln 2 in two parts (Cody & Waite), the rest is Cephes' polynomial of degree 5.
 inline Floats exp(Floats x) {
   const Floats lowest = splat(-87.33654f), largest = splat(88.3762626647950f);
   Floats clamped = max(min(x, largest), lowest);

@@ -110,8 +110,8 @@ def test_norms(kernels: Kernels, dtype: torch.dtype, size: int) -> None:
     _check(lambda rows: kernels.add_norm(x[rows], delta[rows], weight, 1e-6))
 
 
-#: Positions around multiples of 64 and 256.
-_LENGTHS = (1, 2, 16, 17, 62, 63, 64, 65, 66, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300)
+#: Positions around multiples of 16, 128 and 256: panels, and tiles of both kinds.
+_LENGTHS = (1, 2, 16, 17, 63, 64, 65, 96, 97, 126, 127, 128, 129, 130, 192, 193, 255, 256, 257, 300)
 _SHAPES = [Heads(), Heads(5, 1, 22, value_dim=18), Heads(8, 8, 64, block_size=4), Heads(50, 1, 6)]
 
 
@@ -135,8 +135,8 @@ def test_attention(kernels: Kernels, dtype: torch.dtype, heads: Heads, window: i
         assert torch.equal(alone[0], expected[length - 1]), f"position {length - 1} alone"
         _, beside, _ = cache.attend([*company, own, other.tokens(20, 90)], window=window, sinks_N=sinks_N)
         assert torch.equal(beside[0], expected[length - 1]), f"position {length - 1} beside others"
-    for start in (0, 5, 63, 64, 65, 190, 250):
-        for size in (2, 3, 15, 16, 17, 48, 49, 50):
+    for start in (0, 5, 63, 120, 127, 128, 129, 250):
+        for size in (2, 8, 9, 16, 23, 24, 25, 48, 49, 50):
             (chunk,) = cache.attend([sequence.tokens(start, start + size)], window=window, sinks_N=sinks_N)
             assert torch.equal(chunk, expected[start : start + size]), f"{size} from {start}"
     batch = [*company, other.tokens(89, 90), sequence.tokens(100, 170), other.tokens(30, 89)]
