@@ -31,6 +31,7 @@ from router.keys import (
     UNKNOWN_FIELDS,
     ServedModel,
     TextTools,
+    share,
 )
 from router.live import LiveRequests
 from router.metrics import RouterMetrics
@@ -76,13 +77,7 @@ def create_control_app(public: web.Application) -> web.Application:
     """The application of the control port, over what the public one has; to be started after it."""
     access = Access.of(public[SETTINGS])
     control = _application(public[SETTINGS], CONTROL, Guard(access.admin_keys, refuses_pages=True), access.cors)
-
-    async def share(app: web.Application) -> None:
-        for key in public:
-            if key not in app:
-                app[key] = public[key]
-
-    control.on_startup.append(share)
+    share(public, control)
     return control
 
 

@@ -25,6 +25,8 @@ class ClientWriter:
         self._request = request
         self._response = response
         self._stall_limit_s = stall_limit_s
+        #: At the last look; None before the first one.
+        self._unread_bytes: int | None = None
 
     async def write(self, *parts: bytes) -> None:
         """Returns when the client has room for more. All of the parts are on their way or none, also if cancelled."""
@@ -59,6 +61,8 @@ class ClientWriter:
             for first in range(0, len(view), MAX_WRITE_BYTES):
                 try:
                     await self._response.write(view[first : first + MAX_WRITE_BYTES])
+                    # The next slice fills up what the client has read of this one.
+                    self._unread_bytes = None
                 except asyncio.CancelledError as error:  # the slice itself is in the buffer
                     cancelled = error
                 except ConnectionError:
@@ -76,8 +80,11 @@ class ClientWriter:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """While waiting for the client. What is written then is in the buffer at the first look, so it only shrinks."""
-        self._unread_bytes: int | None = None
+        """While waiting for the client. What is written then is in the buffer at the first look, so it only shrinks.
+
+        Whoever writes more meanwhile forgets `_unread_bytes`, so that the next look is a first one again.
+        """
+        self._unread_bytes = None
         self._look_later()
         try:
             yield

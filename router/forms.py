@@ -5,7 +5,7 @@ in the same order. What is in them was made by the router itself, once per event
 """
 
 import secrets
-from itertools import count
+import threading
 
 import msgspec
 
@@ -108,9 +108,6 @@ LARGE_TEXT_BYTES = 512 * 1024
 _MARK = secrets.token_hex(16)
 _MARK_BYTES = _MARK.encode()
 
-_parked: dict[int, bytes] = {}
-_numbers = count()
-
 
 class LargeText:
     """Text without anything that JSON escapes, as base64."""
@@ -123,13 +120,22 @@ class LargeText:
 Base64 = str | LargeText
 
 
+class _Parked(threading.local):
+    """Large texts of the answer that this thread is encoding."""
+
+    def __init__(self) -> None:
+        self.texts: list[bytes] = []
+
+
+_parked = _Parked()
+
+
 def _park(found: object) -> str:
-    """What the encoder writes for a LargeText. Several threads may encode at the same time."""
+    """What the encoder writes for a LargeText."""
     if not isinstance(found, LargeText):
         raise TypeError(f"{type(found).__name__} has no JSON form")
-    number = next(_numbers)
-    _parked[number] = found.text
-    return f"{_MARK}{number}{_MARK}"
+    _parked.texts.append(found.text)
+    return f"{_MARK}{len(_parked.texts) - 1}{_MARK}"
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_park)
@@ -137,9 +143,14 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_park)
 
 def to_json(answer: Form | list[Form]) -> Json:
     """Compact JSON in UTF-8, fields in their order."""
-    encoded = _ENCODER.encode(answer)
+    try:
+        encoded = _ENCODER.encode(answer)
+    except BaseException:
+        _parked.texts.clear()
+        raise
     if _MARK_BYTES not in encoded:
         return (encoded,)
+    texts, _parked.texts = _parked.texts, []
     parts = encoded.split(_MARK_BYTES)
-    parts[1::2] = [_parked.pop(int(number)) for number in parts[1::2]]
+    parts[1::2] = [texts[int(number)] for number in parts[1::2]]
     return tuple(parts)

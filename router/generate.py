@@ -52,12 +52,20 @@ def refuse_unsupported(body: GenerateRequest) -> None:
 
 
 async def abort_requests(request: web.Request) -> web.Response:
-    """Ends live requests with finish reason "abort". Raises NotFoundError if none of the ids is live."""
+    """Ends live requests with finish reason "abort".
+
+    Raises:
+        NotFoundError: none of the ids is live.
+        UnavailableError: one was not found, and may be live on a process of this router that does not answer.
+    """
     body = await read_body(request, AbortRequestsRequest, request.app[UNKNOWN_FIELDS])
     names = list(dict.fromkeys(body.request_ids))
     here, elsewhere = await asyncio.gather(abort_here(request.app, names), request.app[SIBLINGS].abort(names))
-    aborted = [name for name in names if name in here or name in elsewhere]
-    unknown = [name for name in names if name not in aborted]
+    found = here.union(*elsewhere.said)
+    aborted = [name for name in names if name in found]
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        elsewhere.require_all()
     if not aborted:
         raise NotFoundError(f"no live request has the id {', '.join(unknown)[:512]}", param="request_ids")
     return json_answer(AbortRequestsResponse(aborted=aborted, unknown=unknown))
@@ -87,7 +95,7 @@ OPERATIONS = (
         "End live requests; each answers with what it has.",
         answer=AbortRequestsResponse,
         body=AbortRequestsRequest,
-        errors=(404,),
+        errors=(404, 503),
         tag="generation",
     ),
 )

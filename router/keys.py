@@ -49,6 +49,17 @@ SIBLINGS = web.AppKey("siblings", Siblings)
 UNKNOWN_FIELDS = web.AppKey("unknown_fields", UnknownFields)
 
 
+def share(public: web.Application, app: web.Application) -> None:
+    """Once `app` starts, it has all that `public` has and itself has not; `public` must have started by then."""
+
+    async def take_over(app: web.Application) -> None:
+        for key in public:
+            if key not in app:
+                app[key] = public[key]
+
+    app.on_startup.append(take_over)
+
+
 def max_model_len(app: web.Application) -> int | None:
     """The served model's context; None before any worker has answered."""
     known = app[FLEET].known_model()

@@ -1,8 +1,8 @@
 """How an application listens on a port: limits of connections, and JSON where aiohttp itself would answer in text."""
 
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -129,12 +129,18 @@ async def listening(app: web.Application, host: str, port: int) -> AsyncIterator
 
 @asynccontextmanager
 async def listening_on(app: web.Application, sockets: Sequence[socket.socket]) -> AsyncIterator[None]:
-    """Runs the application on sockets that are bound already."""
+    """Runs the application on sockets that are bound already.
+
+    Raises:
+        StartupError: another program listens there, although the address could be bound.
+    """
     runner = create_runner(app)
     await runner.setup()
     try:
         for each in sockets:
-            await web.SockSite(runner, each).start()
+            host, port = each.getsockname()[:2]
+            with _refusals(host, port):
+                await web.SockSite(runner, each).start()
         yield
     finally:
         await runner.cleanup()
@@ -142,8 +148,12 @@ async def listening_on(app: web.Application, sockets: Sequence[socket.socket]) -
 
 @asynccontextmanager
 async def listening_for_siblings(app: web.Application, path: Path) -> AsyncIterator[None]:
-    """Runs the application on a unix socket. Raises StartupError if the path cannot be used."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSING_S)
+    """Runs the application on a unix socket, within the bounds of the port whose requests are handed on to it.
+
+    Raises:
+        StartupError: the path cannot be used.
+    """
+    runner = create_runner(app)
     await runner.setup()
     try:
         try:
@@ -156,8 +166,15 @@ async def listening_for_siblings(app: web.Application, path: Path) -> AsyncItera
 
 
 async def _bind(runner: web.AppRunner, host: str, port: int) -> str:
-    try:
+    with _refusals(host, port):
         await web.TCPSite(runner, host, port).start()
+    return host_port(host, runner.addresses[0][1])
+
+
+@contextmanager
+def _refusals(host: str, port: int) -> Iterator[None]:
+    """Turns what the system says against listening there into a StartupError."""
+    try:
+        yield
     except OSError as error:
         raise StartupError(f"cannot listen on {host_port(host, port)}: {error.strerror}") from error
-    return host_port(host, runner.addresses[0][1])

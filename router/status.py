@@ -45,7 +45,7 @@ async def ready(request: web.Request) -> web.Response:
     if request.app[LIVE].draining:
         raise UnavailableError("the router is draining")
     request.app[FLEET].model()
-    for state in await request.app[SIBLINGS].states():
+    for state in (await request.app[SIBLINGS].states()).said:
         if state.complaint is not None:
             raise UnavailableError(f"another process of this router is not ready: {state.complaint}")
     return await health(request)
@@ -68,7 +68,7 @@ async def models(request: web.Request) -> web.Response:
 
 async def cluster(request: web.Request) -> web.Response:
     app = request.app
-    others = await app[SIBLINGS].states()
+    others = (await app[SIBLINGS].states()).said
     router = RouterView(
         in_flight=len(app[LIVE]) + sum(state.in_flight for state in others),
         draining=app[LIVE].draining or any(state.draining for state in others),
@@ -82,10 +82,12 @@ async def cluster(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
+    """Raises UnavailableError if a process of this router does not say its part: smaller sums would be a reset."""
     own = request.app[METRICS]
     own.refresh()
     others = await request.app[SIBLINGS].metrics()
-    text = await exposition(own.registry, others, request.app[FLEET], request.app[SETTINGS].heartbeat_timeout_s)
+    others.require_all()
+    text = await exposition(own.registry, others.said, request.app[FLEET], request.app[SETTINGS].heartbeat_timeout_s)
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -155,7 +157,7 @@ def _unheard(worker: Worker) -> WorkerView:
 
 LIVE_OPERATION = Operation("get", "/live", "The process runs.", answer=LiveResponse)
 METRICS_OPERATION = Operation(
-    "get", "/metrics", "Prometheus text of the router and its workers.", media_type="text/plain"
+    "get", "/metrics", "Prometheus text of the router and its workers.", media_type="text/plain", errors=(503,)
 )
 VERSION_OPERATION = Operation("get", "/version", "Version of moerelay.", answer=VersionResponse)
 DOCUMENT_OPERATIONS = (

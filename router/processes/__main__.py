@@ -21,8 +21,11 @@ from router.processes.siblings import Siblings, socket_path
 from router.server import drain_when_stopped
 
 
-async def serve(settings: RouterSettings, place: Place) -> None:
-    """Serves until SIGTERM, then drains; ends at once if the parent is gone."""
+async def serve(settings: RouterSettings, place: Place, parent: int) -> None:
+    """Serves until SIGTERM, then drains; ends at once if the parent is gone.
+
+    `parent`: the descriptor on which it waits for READY_LINE.
+    """
     directory = Path(place.directory)
     async with (
         Siblings.in_directory(directory, place.index, place.count) as siblings,
@@ -36,15 +39,15 @@ async def serve(settings: RouterSettings, place: Place) -> None:
             await listeners.enter_async_context(listening_on(control, _sockets(place.control_fds)))
         local = create_local_app(app)
         await listeners.enter_async_context(listening_for_siblings(local, socket_path(directory, place.index)))
-        await drain_when_stopped(app, settings, _tell_ready)
+        await drain_when_stopped(app, settings, lambda: _tell(parent, READY_LINE))
 
 
 def _sockets(fds: Sequence[int]) -> list[socket.socket]:
     return [socket.socket(fileno=fd) for fd in fds]
 
 
-def _tell_ready() -> None:
-    os.write(sys.stdout.fileno(), READY_LINE)
+def _tell(parent: int, line: bytes) -> None:
+    os.write(parent, line)
 
 
 def _follow_parent() -> None:
@@ -54,15 +57,18 @@ def _follow_parent() -> None:
 
 
 def main() -> None:
+    # What anything else prints must neither look like ours nor fill a pipe that nobody reads.
+    parent = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # Unbuffered, so that nothing is read beyond the line.
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0) as stdin:
         place = msgspec.json.decode(stdin.readline(), type=Place)
     settings = RouterSettings.model_validate_json(place.settings)
     configure_logging(settings, process=f"router-{place.index}")
     try:
-        asyncio.run(serve(settings, place))
+        asyncio.run(serve(settings, place, parent))
     except StartupError as error:
-        os.write(sys.stdout.fileno(), REFUSAL + error.message.replace("\n", " ").encode() + b"\n")
+        _tell(parent, REFUSAL + error.message.replace("\n", " ").encode() + b"\n")
         sys.exit(STARTUP_EXIT_CODE)
 
 

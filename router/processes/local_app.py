@@ -7,7 +7,7 @@ from prometheus_client import generate_latest
 from common.errors import MoerelayError
 from router.aborts import abort_here, abort_rid_here
 from router.control.routes import CONTROL_ROUTES
-from router.keys import FLEET, LIVE, METRICS, SETTINGS
+from router.keys import FLEET, LIVE, METRICS, SETTINGS, share
 from router.middleware import errors_as_json
 from router.processes.leading import lead
 from router.processes.siblings import Aborted, ProcessState
@@ -57,13 +57,8 @@ def _json(answer: ProcessState | Aborted) -> web.Response:
 def create_local_app(public: web.Application) -> web.Application:
     """The application of the unix socket, over what the public one has; to be started after it."""
     app = web.Application(middlewares=[errors_as_json, lead], client_max_size=public[SETTINGS].max_body_bytes)
-
-    async def share(app: web.Application) -> None:
-        for key in public:
-            if key not in app:
-                app[key] = public[key]
-
-    app.on_startup.append(share)
+    app[SETTINGS] = public[SETTINGS]
+    share(public, app)
     app.add_routes(
         [
             web.get("/state", _state),

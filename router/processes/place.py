@@ -18,6 +18,9 @@ class Place(msgspec.Struct, frozen=True):
     control_fds: list[int]
 
 
+#: Of the directory's name, to which some letters are added.
+DIRECTORY_PREFIX = "moerelay-router-"
+
 #: What a process writes on its stdout once it serves.
 READY_LINE = b"ready\n"
 #: What it writes instead, before the reason, if it cannot: the parent tells it once for all of them.

@@ -1,11 +1,13 @@
 """What one router process asks the others: over HTTP on unix sockets in a directory that only they can enter."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,10 +24,17 @@ ABORT_TIMEOUT_S = 15.0
 #: What takes long there (pausing, loading weights) takes as long as it takes.
 _FORWARD_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
-#: Headers of one connection, not of the message.
-_HOP_HEADERS = frozenset({"Connection", "Content-Length", "Host", "Keep-Alive", "Transfer-Encoding", "Expect"})
+#: Headers of one connection, not of the message; and its coding, because bodies are decoded where they are read.
+_HOP_HEADERS = frozenset(
+    {"Connection", "Content-Encoding", "Content-Length", "Expect", "Host", "Keep-Alive", "Te", "Trailer"}
+    | {"Transfer-Encoding", "Upgrade"}
+)
+
+#: A process that has not bound its unix socket yet, or has died.
+_NOBODY_LISTENS = (FileNotFoundError, ConnectionRefusedError)
 
 AnswerT = TypeVar("AnswerT")
+OtherT = TypeVar("OtherT")
 
 log = get_logger()
 
@@ -46,6 +55,31 @@ class Aborted:
     aborted: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[AnswerT]):
+    """What the other processes have said. `silent`: those that exist and have not answered in time."""
+
+    said: list[AnswerT]
+    silent: list[int]
+
+    def require_all(self) -> None:
+        """Raises UnavailableError if a process is missing that may have had something to say."""
+        if self.silent:
+            names = ", ".join(map(str, self.silent))
+            raise UnavailableError(f"of this router's processes, {names} did not answer in time; try again")
+
+    def map(self, function: Callable[[AnswerT], OtherT]) -> "Answers[OtherT]":
+        """Each answer as `function` has it."""
+        return Answers([function(each) for each in self.said], self.silent)
+
+
+class _Missing(Enum):
+    """Why there is no answer: the process is not there, with all that it had, or does not answer in time."""
+
+    GONE = auto()
+    SILENT = auto()
+
+
 def socket_path(directory: Path, index: int) -> Path:
     """Where the process of that index listens for its siblings."""
     return directory / f"{index}.sock"
@@ -54,16 +88,27 @@ def socket_path(directory: Path, index: int) -> Path:
 class Siblings:
     """The other processes of this router; there may be none. Process 0 carries out what concerns the whole cluster.
 
-    A process that is being restarted does not answer; it is left out of whatever is asked of all.
+    A process that is being restarted does not exist; it is left out of whatever is asked of all.
     """
 
-    def __init__(self, index: int, others: Mapping[int, aiohttp.ClientSession]) -> None:
+    def __init__(
+        self,
+        index: int,
+        others: Mapping[int, aiohttp.ClientSession],
+        *,
+        local_timeout_s: float = LOCAL_TIMEOUT_S,
+        abort_timeout_s: float = ABORT_TIMEOUT_S,
+    ) -> None:
         self.index = index
         self._others = others
+        self._local_timeout_s = local_timeout_s
+        self._abort_timeout_s = abort_timeout_s
 
     @classmethod
     @asynccontextmanager
-    async def in_directory(cls, directory: Path, index: int, count: int) -> AsyncIterator["Siblings"]:
+    async def in_directory(
+        cls, directory: Path, index: int, count: int, **timeouts_s: float
+    ) -> AsyncIterator["Siblings"]:
         """The siblings whose sockets are, or will be, in that directory."""
         others = {
             other: aiohttp.ClientSession(
@@ -73,7 +118,7 @@ class Siblings:
             if other != index
         }
         try:
-            yield cls(index, others)
+            yield cls(index, others, **timeouts_s)
         finally:
             await asyncio.gather(*(session.close() for session in others.values()))
 
@@ -82,57 +127,48 @@ class Siblings:
         """Whether this process carries out what concerns the whole cluster."""
         return self.index == 0
 
-    async def states(self) -> Sequence[ProcessState]:
-        """Of all that answer."""
-        return await self._ask_all("GET", "/state", ProcessState)
+    async def states(self) -> Answers[ProcessState]:
+        answers = await self._ask_all("GET", "/state", None, self._local_timeout_s)
+        return answers.map(partial(msgspec.json.decode, type=ProcessState))
 
-    async def metrics(self) -> Sequence[str]:
+    async def metrics(self) -> Answers[str]:
         """Their own families, as Prometheus text."""
-        return [raw.decode() for raw in await self._ask_all_raw("GET", "/metrics", None, LOCAL_TIMEOUT_S)]
+        return (await self._ask_all("GET", "/metrics", None, self._local_timeout_s)).map(bytes.decode)
 
     async def refresh(self) -> None:
         """Lets them hear the workers' newest state."""
-        await self._ask_all_raw("POST", "/refresh", None, LOCAL_TIMEOUT_S)
+        await self._ask_all("POST", "/refresh", None, self._local_timeout_s)
 
-    async def abort(self, names: Iterable[str]) -> set[str]:
+    async def abort(self, names: Iterable[str]) -> Answers[list[str]]:
         """Ends these requests wherever they are; the names that were found."""
-        answers = await self._ask_all("POST", "/abort", Aborted, list(names), ABORT_TIMEOUT_S)
-        return {name for answer in answers for name in answer.aborted}
+        return (await self._ask_all("POST", "/abort", list(names), self._abort_timeout_s)).map(_aborted)
 
-    async def abort_rid(self, rid: str | None) -> list[str]:
+    async def abort_rid(self, rid: str | None) -> Answers[list[str]]:
         """SGLang's abort: a request, a choice of a batch, or everything; what was found."""
-        answers = await self._ask_all("POST", "/abort_rid", Aborted, rid, ABORT_TIMEOUT_S)
-        return [name for answer in answers for name in answer.aborted]
+        return (await self._ask_all("POST", "/abort_rid", rid, self._abort_timeout_s)).map(_aborted)
 
     async def forward(self, request: web.Request, body: bytes) -> web.Response:
         """Has process 0 answer. Raises UnavailableError if it cannot be reached."""
-        headers = [(name, value) for name, value in request.headers.items() if name.title() not in _HOP_HEADERS]
         # The target as it was sent; the request's URL may have an authority of its own.
         parts = urlsplit(request.raw_path)
         target = parts.path + (f"?{parts.query}" if parts.query else "")
         try:
             async with self._others[0].request(
-                request.method, target, data=body, headers=headers, timeout=_FORWARD_TIMEOUT
+                request.method, target, data=body, headers=_end_to_end(request.headers), timeout=_FORWARD_TIMEOUT
             ) as response:
                 return web.Response(
-                    status=response.status,
-                    body=await response.read(),
-                    content_type=response.content_type,
-                    charset=response.charset,
+                    status=response.status, body=await response.read(), headers=_end_to_end(response.headers)
                 )
         except aiohttp.ClientError as error:
             raise UnavailableError("the router process that controls the cluster is being restarted") from error
 
-    async def _ask_all(
-        self, method: str, path: str, answer: type[AnswerT], body: object = None, timeout_s: float = LOCAL_TIMEOUT_S
-    ) -> list[AnswerT]:
-        return [msgspec.json.decode(raw, type=answer) for raw in await self._ask_all_raw(method, path, body, timeout_s)]
+    async def _ask_all(self, method: str, path: str, body: object, timeout_s: float) -> Answers[bytes]:
+        asked = [self._ask(other, method, path, body, timeout_s) for other in self._others]
+        answers = dict(zip(self._others, await asyncio.gather(*asked), strict=True))
+        said = [answer for answer in answers.values() if isinstance(answer, bytes)]
+        return Answers(said, [index for index, answer in answers.items() if answer is _Missing.SILENT])
 
-    async def _ask_all_raw(self, method: str, path: str, body: object, timeout_s: float) -> list[bytes]:
-        answers = await asyncio.gather(*(self._ask(other, method, path, body, timeout_s) for other in self._others))
-        return [answer for answer in answers if answer is not None]
-
-    async def _ask(self, other: int, method: str, path: str, body: object, timeout_s: float) -> bytes | None:
+    async def _ask(self, other: int, method: str, path: str, body: object, timeout_s: float) -> bytes | _Missing:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         data = msgspec.json.encode(body)
         try:
@@ -140,5 +176,16 @@ class Siblings:
                 response.raise_for_status()
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            log.warning("router_process_silent", index=other, path=path, error=repr(error))
-            return None
+            gone = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, _NOBODY_LISTENS)
+            event = "router_process_gone" if gone else "router_process_silent"
+            log.warning(event, index=other, path=path, error=repr(error))
+            return _Missing.GONE if gone else _Missing.SILENT
+
+
+def _aborted(answer: bytes) -> list[str]:
+    return msgspec.json.decode(answer, type=Aborted).aborted
+
+
+def _end_to_end(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Those that belong to the message, and not to the connection that it came on."""
+    return [(name, value) for name, value in headers.items() if name.title() not in _HOP_HEADERS]

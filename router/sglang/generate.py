@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from itertools import chain
 
 from aiohttp import web
 
@@ -71,13 +72,16 @@ async def abort_request(request: web.Request) -> web.Response:
 
     Raises:
         NotFoundError: nothing live has this id.
+        UnavailableError: it may be live on a process of this router that does not answer.
     """
     body = await read_body(request, SglangAbortRequest, request.app[UNKNOWN_FIELDS])
     if not (body.rid or body.abort_all):
         raise InvalidRequestError("send rid, or abort_all: true", param="rid")
     rid = None if body.abort_all else body.rid
     here, elsewhere = await asyncio.gather(abort_rid_here(request.app, rid), request.app[SIBLINGS].abort_rid(rid))
-    aborted = list(dict.fromkeys([*here, *elsewhere]))
+    aborted = list(dict.fromkeys(chain(here, *elsewhere.said)))
+    if rid is None or not aborted:
+        elsewhere.require_all()
     if rid is not None and not aborted:
         raise NotFoundError(f"no live request has the id {rid[:512]!r}", param="rid")
     return json_answer(SglangAbortAnswer(aborted=aborted))
@@ -104,7 +108,7 @@ OPERATIONS = (
         "End a request, a choice of a batch, or everything; each answers with what it has.",
         answer=SglangAbortAnswer,
         body=SglangAbortRequest,
-        errors=(404,),
+        errors=(404, 503),
         tag="SGLang",
     ),
 )

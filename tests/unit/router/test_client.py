@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from router.client import ClientWriter
+from router.client import MAX_WRITE_BYTES, ClientWriter
 from router.keys import LIVE
 from router.serve import THREAD_FROM_BYTES, encoded
 from tests.fakes.fake_workers import Script, description
@@ -105,3 +105,42 @@ async def test_a_client_is_slow_as_long_as_it_reads_anything() -> None:
     request = make_mocked_request("GET", "/", transport=transport)
     await asyncio.wait_for(ClientWriter(request, SlowResponse(transport), 0.01).write(b"x" * 10), 10)
     assert transport.unread_bytes == [0]
+
+
+class RefilledTransport(SlowTransport):
+    """Each time it is looked at there is as much unread as before, because the client's next slice has come."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.looked = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        self.looked.set()
+        return 10
+
+
+class RefillingResponse(web.StreamResponse):
+    """Has room for a slice each time the client was looked at."""
+
+    def __init__(self, transport: RefilledTransport) -> None:
+        super().__init__()
+        self._transport = transport
+        self.num_slices = 0
+
+    @property
+    def prepared(self) -> bool:
+        return True
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.looked.clear()
+        await self._transport.looked.wait()
+        self.num_slices += 1
+
+
+async def test_a_client_that_takes_one_slice_after_the_other_is_not_stalled() -> None:
+    transport = RefilledTransport()
+    request = make_mocked_request("GET", "/", transport=transport)
+    response = RefillingResponse(transport)
+    await asyncio.wait_for(ClientWriter(request, response, 0.01).write(b"x" * (4 * MAX_WRITE_BYTES)), 10)
+    assert response.num_slices == 4
+    assert not transport.aborted.is_set()

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import struct
+import sys
 from types import ModuleType
 
 import msgspec
@@ -78,6 +79,19 @@ def test_large_texts_are_in_their_places() -> None:
         {"data": "B" * 20, "shape": [2], "dtype": "uint8", "start": 3},
     ]
     assert [part for part in parts if part is first or part is second] == [first, second]
+
+
+def test_an_answer_that_cannot_be_encoded_leaves_nothing_behind() -> None:
+    """Neither the memory of its large texts, nor those texts in the next answer."""
+    text = bytes(1000)
+    num_holders = sys.getrefcount(text)
+    broken = forms.RoutedExperts(forms.LargeText(text), [1], "\ud800", 0)
+    with pytest.raises(UnicodeEncodeError):
+        forms.to_json(broken)
+    del broken
+    assert sys.getrefcount(text) == num_holders
+    parts = forms.to_json(forms.RoutedExperts(forms.LargeText(b"B" * 10), [1], "uint8", 0))
+    assert json.loads(b"".join(parts))["data"] == "B" * 10
 
 
 @pytest.mark.parametrize("num_rows", [1364, 1366, 3000])
