@@ -8,6 +8,7 @@ from common.engine.bounds import check_sampling
 from common.engine.limits import EngineLimits
 from common.engine.prospect import Prospect, Waiting
 from common.engine.request import EngineRequest, RequestId
+from common.engine.standstill import Standstill
 from common.errors import DuplicateRequestError, InvalidRequestError, OverloadedError, UnavailableError
 
 
@@ -34,6 +35,7 @@ class Admission:
         #: When each live request came in, by the clock.
         self._live: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, Waiting] = {}
+        self._standstill = Standstill()
         #: Choices that are about to end; None: all of them.
         self._ending: dict[RequestId, set[int | None]] = {}
         self._closed = False
@@ -63,9 +65,10 @@ class Admission:
                     param="request_id",
                 )
             now = self._clock()
-            self._check_queue(request, now)
+            running = self._standstill.read(now)
+            self._check_queue(request, running)
             self._live[request.request_id] = now
-            self._waiting[request.request_id] = Waiting.of(request, now)
+            self._waiting[request.request_id] = Waiting.of(request, running)
 
     def _check_queue(self, request: EngineRequest, now: float) -> None:
         if len(self._waiting) >= self._limits.max_waiting:
@@ -81,7 +84,17 @@ class Admission:
         """The request waits no longer; returns the seconds that it waited."""
         with self._lock:
             waited = self._waiting.pop(request_id, None)
-            return 0.0 if waited is None else self._clock() - waited.arrived
+            return 0.0 if waited is None else self._clock() - self._live[request_id]
+
+    def stand_still(self) -> None:
+        """A freeze begins: until `go_on` no time passes for the prospect. Requests may come in all the same."""
+        with self._lock:
+            self._standstill.begin(self._clock())
+
+    def go_on(self) -> None:
+        """Undoes `stand_still`."""
+        with self._lock:
+            self._standstill.end(self._clock())
 
     def age(self, request_id: RequestId) -> float:
         """Seconds since a live request came in."""

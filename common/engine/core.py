@@ -173,10 +173,12 @@ class EngineCore:
     def close_admission(self) -> None:
         """Only prompts that other workers wait for, and preempted sequences, still come in; what is in goes on."""
         self._scheduler.closed = True
+        self._admission.stand_still()
 
     def open_admission(self) -> None:
         """Undoes `close_admission`."""
         self._scheduler.closed = False
+        self._admission.go_on()
 
     def has_open_prompts(self) -> bool:
         """A prompt is being computed, is on its way here, or is waited for elsewhere; or a sequence is recomputed."""

@@ -189,7 +189,7 @@ class Engine:
         Raises:
             InvalidRequestError: it can never be served by this engine.
             DuplicateRequestError: its id is live.
-            OverloadedError: `max_waiting` requests wait.
+            OverloadedError: `max_waiting` requests wait, or those ahead take longer than the TTFT objective allows.
             UnavailableError: the engine has stopped.
         """
         self._admission.enter(request)

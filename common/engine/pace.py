@@ -17,6 +17,10 @@ FLOOR_TOKENS = 16
 #: A part of a prompt may be this many times as large as the largest one measured: costs further out are unknown.
 _REACH = 2
 
+#: Decoding steps after which a batch may be one larger than is foretold to be in time. What a batch costs that is never
+#: measured would never be corrected; one sequence in so many steps costs the others little.
+TRIAL_STEPS = 4000
+
 #: Positions [start, end) of a prompt that are still to be computed.
 Remainder = tuple[int, int]
 
@@ -65,11 +69,17 @@ class Pace:
         return self.fit.times.predict(work)
 
     def has_room(self, decodes: StepWork, num_tokens: int) -> bool:
-        """One more sequence, which knows `num_tokens`, may decode beside `decodes`."""
+        """One more sequence, which knows `num_tokens`, may decode beside `decodes`.
+
+        Either all of them are foretold to be in time, or it is tried: those that are there are, and for TRIAL_STEPS no
+        batch was as large.
+        """
         if self._itl_s is None or not self.fit.knows_decodes:
             return True
-        more = StepWork(0, 0.0, decodes.decode_tokens + 1, decodes.decode_pairs + num_tokens)
-        return self.fit.times.predict(more) <= self._itl_s
+        num, predict = decodes.decode_tokens + 1, self.fit.times.predict
+        if predict(StepWork(0, 0.0, num, decodes.decode_pairs + num_tokens)) <= self._itl_s:
+            return True
+        return self.fit.num_steps_below(num) >= TRIAL_STEPS and predict(decodes) <= self._itl_s
 
     def prompt_token_s(self, decodes: StepWork, budget: int) -> float | None:
         """Seconds per prompt token while `decodes` go on and many prompts wait; None before any have been measured.

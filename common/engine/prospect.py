@@ -3,7 +3,7 @@
 Two views, of which the worse one counts. The prompts ahead of it take as long as steps have taken lately. And where
 requests wait for something else, a seat or blocks, the best simple guess is the time for which the first of them has
 waited so far (the head-of-line estimator of Ibrahim and Whitt, "Real-time delay estimation based on delay history",
-2009).
+2009). Its clock stands still while the engine does (`Standstill`): a pause does not tell how long others will wait.
 """
 
 import math
@@ -22,6 +22,7 @@ _NEWS = 0.1
 class Waiting:
     """A request without blocks."""
 
+    #: On the clock that stands still with the engine.
     arrived: float
     priority: int
     #: Of its prompt, if it is computed here.
@@ -57,7 +58,7 @@ class Prospect:
     def check(self, request: EngineRequest, line: Iterable[Waiting], now: float) -> None:
         """Raises OverloadedError, which says when to try again, if its first token would come too late.
 
-        `line`: those that wait; of them only those that come before it count.
+        `line`: those that wait; of them only those that come before it count. `now`: on the clock of their arrivals.
         """
         if self._ttft_s is None:
             return

@@ -134,7 +134,7 @@ class Scheduler:
         return self._allotment.try_give(sequence, self._reserve(sequence))
 
     def _is_in_time(self, sequence: SequenceState) -> bool:
-        """Those that decode still keep to their objective with one more, as far as can be foretold."""
+        """Those that decode still keep to their objective with one more, as far as can be told; or that is tried."""
         if self.closed or not self._seated or sequence.request.work is Work.PREFILL or not self._pace.bounds_decodes:
             return True
         contexts = [len(s.token_ids) for s in self._seated]

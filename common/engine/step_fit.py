@@ -58,6 +58,9 @@ class StepTimeFit:
         self._prompts = _Equations()
         #: Prompt tokens of the largest step so far: what is far beyond it is not known.
         self.largest_prompt_step = 0
+        #: Steps in which somebody decoded; and by how many decoded, which of them was the last one.
+        self._num_decoding = 0
+        self._last_of: dict[int, int] = {}
         #: Of the steps that could be foretold: what they took, what was predicted, and the mean relative error lately.
         self.measured_s = 0.0
         self.predicted_s = 0.0
@@ -82,6 +85,10 @@ class StepTimeFit:
         """Those without prompts."""
         return self._decodes.num_steps
 
+    def num_steps_below(self, num_decodes: int) -> int:
+        """Steps since one in which at least so many decoded, of those in which anybody did; by the writing thread."""
+        return self._num_decoding - max((last for num, last in self._last_of.items() if num >= num_decodes), default=0)
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step has computed `work` in `seconds`, which must be more than 0."""
         kind = self._prompts if work.prompt_tokens else self._decodes
@@ -89,6 +96,9 @@ class StepTimeFit:
             self._judge(self.times.predict(work), seconds)
         if work.prompt_tokens > self.largest_prompt_step:
             self.largest_prompt_step = work.prompt_tokens
+        if work.decode_tokens:
+            self._num_decoding += 1
+            self._last_of[work.decode_tokens] = self._num_decoding
         scale, unread = 1.0 / seconds, self.times.unread
         kind.add([scale * each for each in features(work, unread)])
         self.times = StepTimes._make([*self._swept(), unread])

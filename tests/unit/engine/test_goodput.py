@@ -195,6 +195,31 @@ def test_a_request_of_an_idle_engine_is_never_refused() -> None:
     assert made.core.attainment.ttft.missed > 0
 
 
+def test_a_pause_says_nothing_about_how_long_others_will_wait() -> None:
+    """Of those in line during a pause the wait counts without it; their time to first token includes it."""
+    made = warmed_up(Objectives(ttft_s=1.0), seats=1)
+    waits: list[float] = []
+    made.core.observe_queue_time = waits.append
+    transcripts = [made.submit(ask("seated", 5, 90))]
+    made.step()
+    transcripts.append(made.submit(ask("before", 5, 1, first=1)))
+    made.clock.now += 0.5
+    made.core.close_admission()
+    made.clock.now += 30.0
+    transcripts.append(made.submit(ask("meanwhile", 5, 1, first=2)))
+    made.clock.now += 30.0
+    made.core.open_admission()
+    transcripts.append(made.submit(ask("after", 5, 1, first=4)))
+    made.clock.now += 0.6  # "before" has waited for 1.1 s that count
+    with pytest.raises(OverloadedError):
+        made.submit(ask("late", 5, 1, first=5))
+    made.run()
+    for transcript in transcripts:
+        transcript.assert_equals(solo(transcript.request))
+    assert [int(wait) for wait in waits] == [0, 62, 31, 1]
+    assert made.core.attainment.ttft.missed == 3
+
+
 def test_what_was_cancelled_is_not_ahead_any_more() -> None:
     made = warmed_up(Objectives(ttft_s=0.2))
     made.submit(ask("long", 390, 1))

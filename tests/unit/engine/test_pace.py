@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.engine.objectives import Objectives
-from common.engine.pace import FLOOR_TOKENS, Pace, Remainder
+from common.engine.pace import FLOOR_TOKENS, TRIAL_STEPS, Pace, Remainder
 from common.engine.step_fit import NUM_TRIAL_STEPS, StepTimeFit
 from common.engine.step_times import StepTimes, StepWork
 
@@ -105,6 +105,42 @@ def test_without_an_objective_or_a_measure_there_is_always_room() -> None:
     assert pace(None).has_room(decodes(1000), 10)
     assert pace(0.001, decodes=NUM_TRIAL_STEPS - 1).has_room(decodes(1000), 10)
     assert not pace(0.001, decodes=NUM_TRIAL_STEPS).has_room(decodes(1000), 10)
+
+
+def test_one_more_is_tried_where_no_larger_batch_was_measured_for_long() -> None:
+    """One takes 11 ms, two are foretold to take 12 ms."""
+    assert not pace(0.0115, decodes=TRIAL_STEPS - 1).has_room(decodes(1), 10)
+    paced = pace(0.0115, decodes=TRIAL_STEPS)
+    assert paced.has_room(decodes(1), 10)
+    assert not paced.has_room(decodes(2), 10), "two are late already"
+    assert not pace(0.0105, decodes=TRIAL_STEPS).has_room(decodes(1), 10), "one is late already"
+    # Beside a part of a prompt it is measured as well.
+    paced.fit.observe(StepWork(16, 136.0, 3, 30), 0.0146)
+    paced.fit.times = PLAIN
+    assert not paced.has_room(decodes(1), 10)
+
+
+@pytest.mark.parametrize("second_s", [0.002, 0.080])
+def test_a_batch_that_was_too_slow_once_is_measured_again(second_s: float) -> None:
+    """One sequence takes 30 ms, and 50 ms are in time. While the machine was busy a second one cost 80 ms.
+
+    Now it costs `second_s`. Whoever is let in decodes for 100 steps.
+    """
+    paced = Pace(StepTimeFit(8, 2), Objectives(itl_s=0.050))
+    for num in [1, 2] * 200:
+        paced.fit.observe(decodes(num), 0.030 + 0.080 * (num - 1))
+    second_until, sizes = 0, list[int]()
+    for step in range(3 * TRIAL_STEPS):
+        if step >= second_until and paced.has_room(decodes(1), 10):
+            second_until = step + 100
+        num = 2 if step < second_until else 1
+        sizes.append(num)
+        paced.fit.observe(decodes(num), 0.030 + second_s * (num - 1))
+    assert sizes[: TRIAL_STEPS - 1] == [1] * (TRIAL_STEPS - 1)
+    if second_s < 0.020:
+        assert sizes[TRIAL_STEPS:] == [2] * (2 * TRIAL_STEPS)
+    else:
+        assert sizes.count(2) == 200
 
 
 def test_seconds_per_prompt_token() -> None:
