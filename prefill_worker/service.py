@@ -141,9 +141,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         arrived = time.monotonic()
         routing = request.routing_start is not None
         num_top = request.sampling.prompt_logprobs
-        # Before the transfer begins: a refusal breaks no handoff, and the decode worker just hears that it is over.
+        ref = _lease_ref(lease)
+        # No prompt is computed for a decode worker that cannot be reached, and a refusal breaks no handoff: it comes
+        # before the transfer begins, and the decode worker just hears that it is over.
+        await self._sender.ready(ref)
         self._core.engine.submit(request)
-        async with self._sender.transfer(_lease_ref(lease), routing=routing, num_top=num_top) as transfer:
+        async with self._sender.transfer(ref, routing=routing, num_top=num_top) as transfer:
             with self.stats.counted(transfer, routing=routing):
                 last, computed = await self._push(transfer, prompts)
                 num_computed = len(request.prompt) - last.num_cached

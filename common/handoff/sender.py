@@ -245,6 +245,14 @@ class HandoffSender:
         """Decode workers to which a connection exists."""
         return sum(not session.is_over for session in self._sessions.values())
 
+    async def ready(self, lease: LeaseRef) -> None:
+        """Returns once there is a connection to the decode worker that granted `lease`; begins no handoff.
+
+        Raises:
+            HandoffRefusedError, HandoffTimeoutError, HandoffCorruptError, WorkerLostError: as `transfer`.
+        """
+        await self._ready_session(lease)
+
     @asynccontextmanager
     async def transfer(self, lease: LeaseRef, *, routing: bool, num_top: int | None = None) -> AsyncIterator[Transfer]:
         """One handoff into `lease`. Left before `finish` returned, it aborts the handoff.

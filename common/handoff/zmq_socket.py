@@ -45,7 +45,8 @@ class MonitoredSocket:
 
     Calls go to ZeroMQ at once and without a future each, as those of `zmq.asyncio` have it, because a chunk takes less
     time than they do. The loop watches the sockets' descriptors, which say no more than that something has changed:
-    whatever looks at a socket may consume that signal, so that everything that does also looks for what it meant.
+    whatever looks at a socket may consume that signal, so that everything that does also looks for what it meant. Only
+    `lost_connection` need not: it takes all that the monitor, which is never written to, has.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
@@ -85,7 +86,10 @@ class MonitoredSocket:
 
     def receive_now(self) -> list[zmq.Frame] | None:
         """The next message, if one is there."""
-        return _receive_now(self._socket)
+        try:
+            return _receive_now(self._socket)
+        finally:
+            self._look()
 
     def send_now(self, frames: Sequence[Frame]) -> bool:
         """Queues one message if that needs no waiting; returns whether it did. Raises ZMQError: there is no peer."""

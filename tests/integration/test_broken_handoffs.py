@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -91,6 +92,21 @@ async def test_a_connection_that_is_lost_once(transport: Transport) -> None:
             assert answer.error["type"] == "HandoffError"
         relay.valve.open()
         await asyncio.gather(*(answer_is_solo(relay, solo, prompt_of(100, i)) for i in range(5)))
+        await relay.assert_baseline()
+
+
+async def test_no_prompt_is_computed_for_a_decode_worker_that_cannot_be_reached() -> None:
+    """D does not answer the handshake; until P gives up, nothing is computed and no block held in vain."""
+    solo = KIT.solo()
+    async with running_relay(DECODE, replace(PREFILL, timeout_s=0.3)) as relay:
+        relay.receiving.clear()
+        answers = await asyncio.gather(*(relay.client.generate(prompt_of(100, i), **FIELDS) for i in range(3)))
+        for answer in answers:
+            assert answer.error is not None
+            assert "handshake" in answer.error["message"]
+        assert fake_runner(relay.prefiller).batches == []
+        relay.receiving.set()
+        await answer_is_solo(relay, solo, prompt_of(100, 1))
         await relay.assert_baseline()
 
 

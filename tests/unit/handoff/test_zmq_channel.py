@@ -1,6 +1,7 @@
 """What only sockets can get wrong: endpoints, frames that are too large, peers that are mute, and closing in time."""
 
 import asyncio
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -8,11 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 import structlog
+import zmq
 
 from common.errors import ConfigError, WorkerLostError
 from common.handoff.channel import PeerGone, Received
 from common.handoff.frames import MAX_FRAME_BYTES
 from common.handoff.zmq_channel import ZmqConnector, ZmqListener
+from common.handoff.zmq_socket import MonitoredSocket
 
 
 @contextmanager
@@ -69,6 +72,33 @@ async def test_a_frame_beyond_the_limit_ends_the_connection() -> None:
         assert await asyncio.wait_for(listener.receive(), 10) == PeerGone(event.peer)
         with pytest.raises(WorkerLostError):
             await asyncio.wait_for(link.receive(), 10)
+
+
+async def test_who_waits_for_room_hears_of_it_from_whoever_receives() -> None:
+    """The descriptor tells of a change once, and a receive may be what takes it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for each in (ours, theirs):
+        each.set(zmq.SNDHWM, 2)
+        each.set(zmq.RCVHWM, 2)
+    theirs.bind("inproc://room")
+    ours.connect("inproc://room")
+    socket = MonitoredSocket(ours)
+    while socket.send_now([b"x"]):
+        pass
+    waiting = asyncio.create_task(socket.wait_for_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    while theirs.poll(0):
+        theirs.recv()
+    # Nothing runs on the event loop between the change and the receive that finds it.
+    assert select.select([ours.fileno()], [], [], 10)[0]
+    assert socket.receive_now() is None
+    await asyncio.wait_for(waiting, 10)
+    assert socket.send_now([b"x"])
+    socket.close()
+    theirs.close(linger=0)
+    context.term()
 
 
 @pytest.mark.parametrize(
