@@ -7,7 +7,6 @@ goes on where it was when the same command is given again.
 import argparse
 import asyncio
 import datetime
-import hashlib
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from benchmarks import peer, report
 from benchmarks.bound import Roofline
 from benchmarks.journal import Journal
-from benchmarks.machine import ROOT, commit, this_machine
+from benchmarks.machine import ROOT, commit, state_of_the_code, this_machine
 from benchmarks.plan import DIRECTORY, STAGES, Options, checkpoint_argument, path_from_env, plan
 from benchmarks.roofline import measure_roofline
 from benchmarks.server import stop_servers_on_sigterm
@@ -39,9 +38,12 @@ def main() -> int:
         "commit": commit(),
         "machine": this_machine().to_json(),
         "vllm": peer.VERSION if options.vllm else None,
+        "warning": peer.shortcoming(options.vllm) if options.vllm else None,
         "repetitions": options.repetitions,
     }
-    journal = Journal(options.journal, f"{_state_of_the_code()} {options}")
+    if about["warning"]:
+        print(f"warning: {about['warning']}", file=sys.stderr)
+    journal = Journal(options.journal, f"{state_of_the_code()} {options}")
     roofline = measure_roofline(num_cores())
     failed = asyncio.run(_run(options, journal))
     results = _results(options, journal, roofline)
@@ -79,12 +81,6 @@ def make_checkpoint(path: Path) -> None:
         return
     preset = ("--family=qwen3_moe", "--preset=bench", "--seed=0")
     subprocess.run([sys.executable, "-m", "deploy.cli", "make-model", *preset, f"--out={path}"], check=True)
-
-
-def _state_of_the_code() -> str:
-    """The commit, and a digest of what differs from it."""
-    changes = subprocess.run(["git", "-C", ROOT, "diff", "HEAD"], capture_output=True, check=False).stdout
-    return f"{commit()} {hashlib.sha256(changes).hexdigest()[:12]}"
 
 
 async def _run(options: Options, journal: Journal) -> list[str]:

@@ -1,5 +1,6 @@
 """Where and of what something was measured: machine, versions, commit."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -55,9 +56,20 @@ def commit() -> str:
     return head + ("+" if head and _git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def _git(*arguments: str) -> str:
+def state_of_the_code(root: Path = ROOT) -> str:
+    """The commit, and a digest of what differs from it: changed files, and those that git does not know or ignore."""
+    digest = hashlib.sha256(_git("diff", "--binary", "HEAD", root=root).encode())
+    for name in _git("ls-files", "--others", "--exclude-standard", "-z", root=root).split("\0"):
+        if (root / name).is_file():
+            digest.update(f"\0{name}\0".encode() + (root / name).read_bytes())
+    return f"{_git('rev-parse', 'HEAD', root=root)} {digest.hexdigest()[:12]}"
+
+
+def _git(*arguments: str, root: Path = ROOT) -> str:
     try:
-        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", "-C", root, *arguments], capture_output=True, errors="backslashreplace", check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()

@@ -86,7 +86,7 @@ def environment(venv: Path) -> dict[str, str]:
     """What it wants to run at its best on every core that this process may use."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
     return {
-        "LD_PRELOAD": ":".join(str(library) for library in _preloaded(venv)),
+        "LD_PRELOAD": ":".join(str(library) for library in _preloaded(venv) if library is not None),
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
         "VLLM_NO_USAGE_STATS": "1",
@@ -94,15 +94,17 @@ def environment(venv: Path) -> dict[str, str]:
     }
 
 
-def _preloaded(venv: Path) -> list[Path]:
+def shortcoming(venv: Path) -> str | None:
+    """Why it cannot run at its best here, for whoever reads its figures; None if it can."""
+    names = (f"the system's {_TCMALLOC_PACKAGE}", "its own OpenMP (libiomp5)")
+    missing = [name for name, library in zip(names, _preloaded(venv), strict=True) if library is None]
+    return f"vLLM ran below its best, without {' and '.join(missing)}" if missing else None
+
+
+def _preloaded(venv: Path) -> tuple[Path | None, Path | None]:
+    """Allocator and OpenMP, where they are."""
     openmp = venv / "lib" / "libiomp5.so"
-    libraries = [each for each in (_tcmalloc(), openmp) if each is not None and each.exists()]
-    if len(libraries) < 2:
-        print(
-            f"warning: vLLM runs below its best: {openmp} or the system's {_TCMALLOC_PACKAGE} is missing",
-            file=sys.stderr,
-        )
-    return libraries
+    return _tcmalloc(), openmp if openmp.exists() else None
 
 
 def _tcmalloc() -> Path | None:

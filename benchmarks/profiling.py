@@ -32,7 +32,8 @@ from common.model.batch import Chunk
 ENGINE_THREAD = "engine"
 #: That of this process.
 MAIN_THREAD = "MainThread"
-SERVICES = ("prefill_worker", "decode_worker", "router")
+#: Modules that processes of a cluster run; the last one in each of several router processes.
+SERVICES = ("prefill_worker", "decode_worker", "router", "router.processes")
 #: Prompt and output of the load: mostly decoding.
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 256
 NUM_OPERATORS = 25

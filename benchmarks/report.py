@@ -57,11 +57,12 @@ def sentence(about: Mapping[str, object]) -> str:
     machine = about["machine"]
     assert isinstance(machine, Mapping)
     peer = f", vLLM {about['vllm']}" if about.get("vllm") else ""
+    warning = f" **{about['warning']}.**" if about.get("warning") else ""
     return (
         f"Measured on {about['date']} at commit `{about['commit']}`: {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_gib']} GiB, {', '.join(machine['flags'])}, huge pages {machine['huge_pages']}, Linux "
         f"{machine['kernel']}, Python {machine['python']}, torch {machine['torch']}{peer}; load average before "
-        f"it began {machine['load_average']}."
+        f"it began {machine['load_average']}.{warning}"
     )
 
 

@@ -7,6 +7,7 @@ The router runs as a process of its own in front of a decode worker without a mo
 import argparse
 import asyncio
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +18,8 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from benchmarks.server import running
+from benchmarks.cpu_time import process_cpu_s
+from benchmarks.server import free_port, serving
 from benchmarks.stream_client import read_streams
 
 #: Streams of the scaling curve.
@@ -58,21 +60,16 @@ class Server:
     """A server under measurement and the processes whose CPU time counts."""
 
     url: str
-    processes: Sequence[psutil.Process]
+    pids: Sequence[int]
 
     @classmethod
-    def at(cls, url: str) -> "Server":
-        """The process that listens there, and its children."""
-        port = int(url.rpartition(":")[2])
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
-                process = psutil.Process(connection.pid)
-                return cls(url, [process, *process.children(recursive=True)])
-        raise RuntimeError(f"nothing listens at {url}")
+    def at(cls, url: str, pid: int) -> "Server":
+        """The process that was started and all that it has started; several of them may listen there."""
+        return cls(url, [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))])
 
     def cpu_s(self) -> float:
-        times = [process.cpu_times() for process in self.processes]
-        return sum(time.user + time.system for time in times)
+        """Raises OSError if one of them has ended."""
+        return sum(process_cpu_s(pid) for pid in self.pids)
 
     async def measure(self, path: str, body: dict[str, object], num_streams: int) -> Cost:
         before = self.cpu_s()
@@ -121,19 +118,18 @@ def _request(shape: Shape) -> dict[str, object]:
 async def benches(router_flags: str) -> AsyncIterator[Bench]:
     """Starts the source, the router in front of it, and the raw writer."""
     python = sys.executable
+    router = [python, "-m", "router", "--port", "{port}"]
     async with (
-        running(f"{python} -m benchmarks.raw_sse --port {{port}}") as raw,
+        serving([python, "-m", "benchmarks.raw_sse", "--port", "{port}"]) as raw,
         running_source() as source,
-        running(f"{python} -m router --port {{port}} --decode {source} --log-level warning {router_flags}") as router,
+        serving([*router, "--decode", source, "--log-level", "warning", *shlex.split(router_flags)]) as routing,
     ):
-        yield Bench(Server.at(router), Server.at(raw))
+        yield Bench(Server.at(routing.url, routing.pid), Server.at(raw.url, raw.pid))
 
 
 @asynccontextmanager
 async def running_source() -> AsyncIterator[str]:
     """HOST:PORT of the worker without a model; the router waits until it answers."""
-    from benchmarks.server import free_port
-
     port = free_port()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.stream_source", "--port", str(port), stdout=sys.stderr

@@ -30,21 +30,12 @@ class Server:
 
 
 @asynccontextmanager
-async def running(command: str) -> AsyncIterator[str]:
-    """Runs a command in which `{port}` stands for the port to serve on; yields the URL once GET /health answers 200.
-
-    Raises:
-        RuntimeError: the command ended, or did not serve in time.
-    """
-    async with serving(shlex.split(command)) as server:
-        yield server.url
-
-
-@asynccontextmanager
 async def serving(
     command: Sequence[str], *, extra_env: Mapping[str, str] | None = None, log: Path | None = None
 ) -> AsyncIterator[Server]:
-    """The same for a command that is split already; what it prints goes to the file `log`, else to our stderr.
+    """Runs a command in which `{port}` stands for the port to serve on; yields once GET /health answers 200.
+
+    What it prints goes to the file `log`, else to our stderr.
 
     Raises:
         RuntimeError: the command ended, or did not serve in time.

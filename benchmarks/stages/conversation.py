@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.load import LoadGenerator
 from benchmarks.stages.conditions import Condition, Servers
-from benchmarks.stages.stage import rotated
+from benchmarks.stages.stage import balanced
 from benchmarks.table import Quantity, Samples
 from deploy.client import ClusterClient, decode_rows
 
@@ -70,7 +70,7 @@ class ConversationStage:
         client = await self._servers.client(self._condition.server)
         conversations = [Conversation(name, client, load) for name in (ROWS_OFF, NEW_ROWS, ALL_ROWS)]
         for turn in range(self._num_turns):
-            for conversation in rotated(conversations, number + turn):
+            for conversation in balanced(conversations, number + turn):
                 await conversation.turn()
         samples = Samples()
         for conversation in conversations:

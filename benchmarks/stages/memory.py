@@ -8,7 +8,7 @@ import psutil
 from benchmarks.load import LoadGenerator
 from benchmarks.stages.conditions import MAX_CONNECTIONS, ServerSpec, start
 from benchmarks.stages.serving import exercise
-from benchmarks.stages.stage import rotated
+from benchmarks.stages.stage import balanced
 from benchmarks.table import Quantity, Samples
 from deploy.client import ClusterClient
 
@@ -38,7 +38,7 @@ class MemoryStage:
     async def measure(self, number: int) -> Samples:
         """See `Stage`."""
         samples = Samples()
-        for spec in rotated(self._specs, number):
+        for spec in balanced(self._specs, number):
             async with start(spec, self._logs) as server, ClusterClient(server.url, MAX_CONNECTIONS) as client:
                 await exercise(LoadGenerator(client))
                 largest = max(process.memory_info().rss for process in _workers(server.pid))

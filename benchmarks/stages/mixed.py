@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.load import DECODE_PROMPT_TOKENS, LoadGenerator
 from benchmarks.stages.conditions import Condition, Servers
-from benchmarks.stages.stage import rotated
+from benchmarks.stages.stage import balanced
 from benchmarks.table import Quantity, Samples
 
 NUM_STREAMS = 4
@@ -72,7 +72,7 @@ class MixedStage:
         """See `Stage`."""
         loads = {each.name: await self._servers.load(each) for each in self._conditions}
         samples = Samples()
-        for condition, load in rotated(list(loads.items()), number):
+        for condition, load in balanced(list(loads.items()), number):
             quiet = await run_phase(load, self._seconds, with_long=False)
             mixed = await run_phase(load, self._seconds, with_long=True)
             quiet.add_to(samples, condition, "quiet")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks.load import LoadGenerator
 from benchmarks.stages.conditions import Condition, Servers
-from benchmarks.stages.stage import rotated
+from benchmarks.stages.stage import balanced
 from benchmarks.table import Quantity, Samples
 
 PROMPTS = (512, 2048)
@@ -36,7 +36,7 @@ class ServingStage:
         """See `Stage`."""
         loads = {each.name: await self._servers.load(each) for each in self._conditions}
         samples = Samples()
-        order = rotated(list(loads.items()), number)
+        order = balanced(list(loads.items()), number)
         for num_tokens in PROMPTS:
             for condition, load in order:
                 samples.add(condition, ttft(num_tokens), 1e3 * await load.time_to_first_token(num_tokens))

@@ -26,7 +26,15 @@ class Stage(Protocol):
         ...
 
 
-def rotated(conditions: Sequence[T], number: int) -> list[T]:
-    """Another order in each round, so that no condition always follows the same one."""
-    first = number % max(len(conditions), 1)
-    return [*conditions[first:], *conditions[:first]]
+def balanced(conditions: Sequence[T], number: int) -> list[T]:
+    """The order of one round, so that over the rounds each condition follows each other equally often.
+
+    What one leaves behind (memory, a hot processor, threads that still spin) is then not always charged to the same
+    other one, as it is in a rotation. With `n` conditions it evens out after `n` rounds, after `2n` if `n` is odd, and
+    before that as far as it can (Williams, "Experimental designs balanced for the estimation of residual effects of
+    treatments", 1949): round 0 goes to and fro between both ends, and each later one begins one condition later.
+    """
+    count = len(conditions)
+    to_and_fro = [count - (at + 1) // 2 if at % 2 else at // 2 for at in range(count)]
+    order = [conditions[(place + number) % count] for place in to_and_fro]
+    return order[::-1] if count % 2 and number % 2 else order

@@ -1,10 +1,16 @@
 """The parts of stages that need no server."""
 
-from benchmarks.report import rounded
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.machine import this_machine
+from benchmarks.report import rounded, sentence
 from benchmarks.stages.handoff_latency import sums
 from benchmarks.stages.mixed import Phase, quantile
 from benchmarks.stages.parts import read_handoff, read_router
-from benchmarks.stages.stage import rotated
+from benchmarks.stages.stage import balanced
 from benchmarks.table import Samples
 
 EXPOSITION = """\
@@ -22,8 +28,25 @@ moerelay_handoff_commit_seconds_sum{role="decode",worker="b"} 0.5
 """
 
 
-def test_every_condition_is_first_once() -> None:
-    assert [rotated("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+@pytest.mark.parametrize(("conditions", "num_rounds"), [("ab", 2), ("abc", 6), ("abcd", 4), ("abcde", 10)])
+def test_every_condition_follows_each_other_equally_often(conditions: str, num_rounds: int) -> None:
+    rounds = [balanced(conditions, number) for number in range(num_rounds)]
+    assert all(sorted(order) == list(conditions) for order in rounds)
+    count, times = len(conditions), num_rounds // len(conditions)
+    followed = Counter(pair for order in rounds for pair in pairwise(order))
+    assert list(followed.values()) == [times] * (count * (count - 1))
+    assert list(Counter(order[0] for order in rounds).values()) == [times] * count
+    assert rounds == [balanced(conditions, num_rounds + number) for number in range(num_rounds)]
+
+
+def test_few_conditions_need_no_order() -> None:
+    assert [balanced("", 3), balanced("a", 3)] == [[], ["a"]]
+
+
+def test_a_peer_below_its_best_is_told() -> None:
+    about = {"date": "d", "commit": "c", "machine": this_machine().to_json(), "vllm": "1"}
+    assert "best" not in sentence({**about, "warning": None})
+    assert sentence({**about, "warning": "it ran below its best"}).endswith(" **it ran below its best.**")
 
 
 def test_histograms_are_added_over_workers() -> None:

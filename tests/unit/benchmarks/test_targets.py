@@ -37,7 +37,7 @@ def line(found: Results, begins: str) -> str:
 
 def test_what_was_not_measured_says_so() -> None:
     rows = list(table(results(), all_targets(100)))[2:]
-    assert len(rows) == 21
+    assert len(rows) == 22
     assert all("not measured" in row and "met" not in row and "missed" not in row for row in rows)
 
 
@@ -94,6 +94,15 @@ def test_the_router_is_judged_at_both_paces() -> None:
     assert line(found, "router CPU per event to a raw aiohttp write, as").endswith(
         "| 6.00 (6.00–6.00) × | **missed** |"
     )
+
+
+def test_exactness_is_judged_with_the_kernels_as_served_and_with_torch_s_alone() -> None:
+    stage = samples("prefill", False, exact=[8.0], torch=[11.0], inexact=[10.0])
+    stage.extend(samples("decode", False, exact=[9.0], torch=[10.0], inexact=[10.0]))
+    found = results(exactness=stage)
+    ends = " to torch's fastest inexact ones"
+    assert line(found, f"kernels as served{ends}").endswith("| 0.900 (0.900–0.900) × | met |")
+    assert line(found, f"torch's exact kernels{ends}").endswith("| 1.10 (1.10–1.10) × | **missed** |")
 
 
 def test_start_is_that_of_a_whole_cluster() -> None:
