@@ -11,7 +11,7 @@ from deploy.core_plan import CorePlan, Share, plan_cores
 from deploy.processes import ProcessSpec
 
 #: A unix socket's path has 108 bytes on Linux and 104 on macOS, its closing zero included.
-_MAX_SOCKET_PATH_BYTES = 103
+MAX_SOCKET_PATH_BYTES = 103
 
 #: Settings of `up` that name something else in the services, or that the plan decides.
 _WORKER_OWN = {"host", "port", "log_format", "cpus", "threads"}
@@ -27,6 +27,8 @@ class Modules:
     router: str = "router"
     #: What the router imports while the workers load.
     router_imports: str = "router.server"
+    #: The same if it is to be the parent of several processes, and so serves nothing itself.
+    router_parent_imports: str = "router.processes.parent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,16 @@ class ClusterPlan:
         for i in range(self.settings.decode):
             flags = [f"--role={role}"]
             socket = self.directory / f"handoff-{i}"
-            if role == "decode" and len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES:
+            if role == "decode" and len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES:
                 flags.append(f"--handoff-endpoint=ipc://{socket}")
             specs.append(self._worker(DecodeSettings, f"decode-{i}", self.modules.decode, flags))
         return specs
 
     def router(self) -> ProcessSpec:
         """Its arguments are those of `router_arguments`, once there are addresses."""
-        return ProcessSpec("router", self.modules.router, (), imported=self.modules.router_imports)
+        several = self.settings.router_processes > 1
+        imported = self.modules.router_parent_imports if several else self.modules.router_imports
+        return ProcessSpec("router", self.modules.router, (), imported=imported)
 
     def router_arguments(self, prefill: list[str], decode: list[str]) -> list[str]:
         """`prefill` and `decode` are the addresses that the workers reported."""

@@ -18,7 +18,7 @@ from common.process import host_port
 from common.settings_loader import load_settings
 from deploy.core_plan import CorePlan
 from deploy.extras import needs_worker_extra
-from deploy.plan import ClusterPlan
+from deploy.plan import MAX_SOCKET_PATH_BYTES, ClusterPlan
 from deploy.processes import Child, ProcessGroup, ProcessSpec, StopRequests, race
 from deploy.ready import read_ready_file, wait_until_ready
 from router.access import Access
@@ -216,12 +216,36 @@ def check_port(host: str, port: int, flags: str = "--port (0: a free one) or --h
         ) from error
 
 
+def check_router_sockets(router_processes: int, temporary: Path) -> None:
+    """Finds out before the weights are loaded whether several router processes can talk to each other.
+
+    Args:
+        temporary: where temporary directories are made.
+
+    Raises:
+        ConfigError: the paths of their sockets would be too long.
+    """
+    if router_processes < 2:
+        return
+    from router.processes.place import DIRECTORY_PREFIX
+    from router.processes.siblings import socket_path
+
+    # As many letters as `tempfile` adds.
+    path = socket_path(temporary / f"{DIRECTORY_PREFIX}xxxxxxxx", router_processes - 1)
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"--router-processes {router_processes} needs sockets such as {path}, which is longer than "
+            f"{MAX_SOCKET_PATH_BYTES} bytes; set TMPDIR to a shorter path"
+        )
+
+
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, argv, prog="moerelay up")
     Access.of(settings)
     check_port(settings.host, settings.port)
     if settings.admin_port is not None:
         check_port(settings.admin_host, settings.admin_port, "--admin-port (0: a free one) or --admin-host")
+    check_router_sockets(settings.router_processes, Path(tempfile.gettempdir()))
     with needs_worker_extra("up"):
         from common.model.hub import resolve_model
 

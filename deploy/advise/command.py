@@ -105,6 +105,8 @@ def _prefill_line(advice: Sequence[PrefillAdvice], max_rate: float) -> str:
 
 
 def _decode_line(advice: Sequence[DecodeAdvice], max_rate: float) -> str:
+    if not math.isfinite(max_rate):
+        return "decode: outputs of one token, which comes with the prompt, need no step; decode workers bound nothing"
     alone_s, batch = fmean(each.step_s(1) for each in advice), fmean(each.batch for each in advice)
     if not batch:
         return f"decode: a step with one sequence takes {1000 * alone_s:.1f} ms already, which is too long"

@@ -195,6 +195,17 @@ def test_the_report_says_when_no_number_is_enough() -> None:
     ]
 
 
+def test_the_report_on_single_tokens_is_bounded_by_prefill_alone() -> None:
+    profile = ClusterProfile([worker()], [worker(max_num_seqs=8)])
+    # A step of one sequence takes 11 ms; there is none to be late.
+    lines = list(report(profile, Workload(100, 1, 1.0, 0.001), rate=5, num_workers=4))
+    assert lines[1] == (
+        "decode: outputs of one token, which comes with the prompt, need no step; decode workers bound nothing"
+    )
+    assert not any("inf" in line.split() or "ratio" in line for line in lines)
+    assert lines[-1].startswith("of 4 workers: 3 prefill and 1 decode serve ")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -21,7 +21,7 @@ from common.model.presets import synthetic_config
 from deploy.plan import ClusterPlan
 from deploy.processes import clean_environment
 from deploy.ready import wait_until_ready
-from deploy.up import check_port, core_table, main, take_cores, with_local_model
+from deploy.up import check_port, check_router_sockets, core_table, main, take_cores, with_local_model
 from tests.unit.deploy.conftest import FAKES, REPOSITORY, StartCluster, is_alive
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0")
@@ -352,6 +352,30 @@ def test_killed_launcher_leaves_no_process(launcher: subprocess.Popen[str], tmp_
 
 def test_children_do_not_see_our_variables() -> None:
     assert clean_environment({"MOERELAY_PORT": "1", "moerelay_host": "h", "PATH": "p"}) == {"PATH": "p"}
+
+
+@pytest.mark.parametrize(
+    ("length", "router_processes", "fits"),
+    # /moerelay-router-xxxxxxxx/1.sock has 32 bytes, with process 10 one more.
+    [(71, 2, True), (72, 2, False), (71, 11, False), (72, 1, True)],
+)
+def test_router_processes_whose_sockets_have_no_room_are_refused(
+    length: int, router_processes: int, fits: bool
+) -> None:
+    temporary = Path("/" + "t" * (length - 1))
+    if fits:
+        check_router_sockets(router_processes, temporary)
+        return
+    with pytest.raises(ConfigError, match=r"--router-processes .*longer than 103 bytes; set TMPDIR"):
+        check_router_sockets(router_processes, temporary)
+
+
+@pytest.mark.parametrize(("router_processes", "imported"), [(1, "router.server"), (2, "router.processes.parent")])
+def test_the_parent_of_router_processes_imports_no_server(tmp_path: Path, router_processes: int, imported: str) -> None:
+    plan = ClusterPlan(UpSettings(model="m", router_processes=router_processes), tmp_path)
+    assert plan.router().imported == imported
+    code = f"import sys, {imported}; sys.exit(('router.server' in sys.modules) != {router_processes == 1})"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
 def test_a_taken_port_is_refused_before_anything_starts() -> None:
