@@ -267,9 +267,11 @@ async def test_an_update_under_fifty_streams(
     fields: JsonObject = {"max_tokens": 30, "ignore_eos": True}
     async with running_relay(*plans(old, "disaggregated", num_blocks=300), **admin) as relay:
         requests = [asyncio.create_task(raw(relay, prompt, **fields)) for prompt in prompts]
+        num_prompt_tokens = sum(len(prompt) for prompt in prompts)
 
         async def under_way() -> bool:
-            return relay.decode.core.engine.stats.generated_tokens > 200
+            """Both workers have let all of them in, so that none is refused when they pause."""
+            return relay.prefiller.core.engine.stats.prompt_tokens_computed == num_prompt_tokens
 
         await until(under_way)
         await done(relay, "/update_weights", {"path": str(new.path), "mode": pause})

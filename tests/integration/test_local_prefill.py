@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.cluster import JsonObject, request_body
+from tests.e2e.cluster import JsonObject, request_body, until
 from tests.e2e.oracle import assert_equals_solo
 from tests.integration.held_runner import held
 from tests.integration.kit import Kit, checkpoint_kit
@@ -191,12 +191,17 @@ async def test_an_end_in_mid_prefill_frees_everything(
             relay.client.generate_n(prompt_of(100), stream=stream, request_id="mine", **fields)
         )
         await asyncio.to_thread(runner.wait_held)
+
+        async def gone() -> bool:
+            return not relay.decode.service.live_requests()
+
         if ends == "abort":
             url = f"{relay.client.url}/inference/v1/abort_requests"
             async with relay.client.session.post(url, json={"request_ids": ["mine"]}) as response:
                 assert response.status == 200
         else:
             request.cancel()
+            await until(gone)
         runner.hold_after(None)
         if ends == "abort":
             for answer in await request:

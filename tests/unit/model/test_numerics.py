@@ -59,10 +59,11 @@ def test_the_fingerprint_does_not_depend_on_threads(kernels: Kernels, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_kernels_give_another_digest(dtype: torch.dtype) -> None:
-    available = available_kernels(CPU, _config("bfloat16"))
-    digests = {numerics_fingerprint(CPU, dtype, kernels).rpartition("probe=")[2] for kernels in available}
-    assert len(digests) == len(available)
+def test_torch_kernels_give_another_digest_than_native_ones(dtype: torch.dtype) -> None:
+    """Native ones may agree with one another: they take the same steps."""
+    *native, reference = (numerics_fingerprint(CPU, dtype, k) for k in available_kernels(CPU, _config("bfloat16")))
+    for fingerprint in native:
+        assert fingerprint.rpartition("probe=")[2] != reference.rpartition("probe=")[2]
 
 
 def _print_elsewhere(*expressions: str, **environment: str) -> list[str]:

@@ -176,6 +176,8 @@ async def test_a_resume_ends_the_waiting_with_an_error(rig: Rig) -> None:
 async def test_a_resume_ends_a_freeze_that_waits_for_a_handoff(rig: Rig) -> None:
     """The handoff never comes. Nor does what was to follow the pause happen."""
     rig.engine.submit(make_request("lease", [5, 6], greedy(3), work=Work.DECODE))
+    for _ in range(2):  # the request has come in, and the step that grants its lease is over
+        await asyncio.to_thread(rig.engine.check_invariants)
     pauses = [asyncio.create_task(rig.control.pause(PauseMode.KEEP)) for _ in range(2)]
     await asyncio.sleep(0)
     commit = asyncio.create_task(rig.control.commit_weights("8"))
