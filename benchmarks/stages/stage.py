@@ -32,9 +32,9 @@ def balanced(conditions: Sequence[T], number: int) -> list[T]:
     What one leaves behind (memory, a hot processor, threads that still spin) is then not always charged to the same
     other one, as it is in a rotation. With `n` conditions it evens out after `n` rounds, after `2n` if `n` is odd, and
     before that as far as it can (Williams, "Experimental designs balanced for the estimation of residual effects of
-    treatments", 1949): round 0 goes to and fro between both ends, and each later one begins one condition later.
+    treatments", 1949): round 0 takes turns between both ends, and each later one begins one condition later.
     """
     count = len(conditions)
-    to_and_fro = [count - (at + 1) // 2 if at % 2 else at // 2 for at in range(count)]
-    order = [conditions[(place + number) % count] for place in to_and_fro]
+    both_ends = [count - (at + 1) // 2 if at % 2 else at // 2 for at in range(count)]
+    order = [conditions[(place + number) % count] for place in both_ends]
     return order[::-1] if count % 2 and number % 2 else order
