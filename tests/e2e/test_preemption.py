@@ -116,7 +116,7 @@ async def test_one_request_is_preempted_twice(client: Client, cluster: Cluster, 
     fields: JsonObject = {"max_tokens": 90, "ignore_eos": True, "logprobs": 1, "temperature": 1.0, "seed": 3}
     urgent_fields: JsonObject = {"max_tokens": 60, "ignore_eos": True}
     # The others may be so late that it has ended when they come, or so slow that they need its blocks afterwards.
-    for attempt in range(10):
+    for attempt in range(40):
         victim = asyncio.create_task(
             client.generate(prompt, stream=attempt % 2 == 0, priority=5, request_id=f"twice-{attempt}", **fields)
         )
