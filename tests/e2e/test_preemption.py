@@ -12,11 +12,14 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+import torch
 
 from common.engine.solo import SoloRunner
+from common.model.synthesize import synthesize
 from common.sampling import SamplingParams
 from tests.e2e.cluster import Answer, Client, Cluster, JsonObject, running_cluster, until
-from tests.e2e.oracle import assert_equals_solo
+from tests.e2e.conftest import TINY
+from tests.e2e.oracle import assert_equals_solo, solo_runner
 from tests.e2e.test_disconnect import assert_baseline, invariants
 from tests.e2e.test_routing_rows import assert_delta_rule, prompt_of
 
@@ -49,13 +52,26 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 @pytest.fixture(scope="module")
-def cluster(setup: Setup, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its steps take some milliseconds, so that a request is still under way when the next ones arrive."""
+    path = tmp_path_factory.mktemp("models") / "slow"
+    synthesize("qwen3_moe", "tiny", 7, TINY | {"num_hidden_layers": 24, "moe_intermediate_size": 512}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def solo(slow_model: Path) -> SoloRunner:
+    return solo_runner(slow_model, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def cluster(setup: Setup, slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     mode, kind = setup
     flags = (
         *(*MODES[mode], "--dtype", "float32", "--num-kv-blocks", str(NUM_BLOCKS), "--max-num-batched-tokens", "16"),
         *("--swap-space", SWAP[kind], "--debug-poison-kv", "--threads", "1", "--log-level", "debug"),
     )
-    with running_cluster(tiny_model, tmp_path_factory.mktemp("preemption"), *flags) as running:
+    with running_cluster(slow_model, tmp_path_factory.mktemp("preemption"), *flags) as running:
         yield running
 
 
@@ -116,7 +132,7 @@ async def test_one_request_is_preempted_twice(client: Client, cluster: Cluster, 
     fields: JsonObject = {"max_tokens": 90, "ignore_eos": True, "logprobs": 1, "temperature": 1.0, "seed": 3}
     urgent_fields: JsonObject = {"max_tokens": 60, "ignore_eos": True}
     # The others may be so late that it has ended when they come, or so slow that they need its blocks afterwards.
-    for attempt in range(40):
+    for attempt in range(10):
         victim = asyncio.create_task(
             client.generate(prompt, stream=attempt % 2 == 0, priority=5, request_id=f"twice-{attempt}", **fields)
         )
