@@ -57,7 +57,10 @@ class ModelSettings(LogSettings):
     num_kv_blocks: int | None = Field(
         None, gt=1, description="KV cache per worker in blocks, instead of --kv-cache-memory."
     )
-    max_num_batched_tokens: int = Field(256, gt=0, description="Tokens per engine step: the size of a prefill chunk.")
+    max_num_batched_tokens: int = Field(512, gt=0, description="Tokens per engine step: the size of a prefill chunk.")
+    max_mixed_prefill_tokens: int = Field(
+        256, gt=0, description="Prompt tokens of a step in which others decode, where no --slo-itl says how many."
+    )
     max_num_seqs: int = Field(64, gt=0, description="Sequences in the running batch.")
     slo_ttft: Duration | None = Field(
         None, description="Time to first token that requests are meant to keep to (2s, 500ms); hopeless ones get a 429."

@@ -24,6 +24,8 @@ class EngineLimits:
     exact: bool = True
     #: What requests are meant to keep to; they bound chunks, seats and the waiting line by time.
     objectives: Objectives = field(default_factory=Objectives)
+    #: Prompt tokens of a step in which somebody decodes, where no objective says how many; None: all there is room for.
+    max_mixed_prefill_tokens: int | None = None
 
     @property
     def num_seats(self) -> int:

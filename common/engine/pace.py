@@ -26,11 +26,16 @@ Remainder = tuple[int, int]
 
 
 class Pace:
-    """Foretells steps, and says how much more would still be in time. Without an objective nothing is ever too much."""
+    """Foretells steps, and says how much more would still be in time.
 
-    def __init__(self, fit: StepTimeFit, objectives: Objectives) -> None:
+    Args:
+        max_mixed_prefill_tokens: prompt tokens beside decodes, without an ITL objective; None: as many as fit.
+    """
+
+    def __init__(self, fit: StepTimeFit, objectives: Objectives, max_mixed_prefill_tokens: int | None = None) -> None:
         self.fit = fit
         self._itl_s = objectives.itl_s
+        self._max_mixed_prefill_tokens = max_mixed_prefill_tokens
 
     @property
     def bounds_decodes(self) -> bool:
@@ -43,7 +48,11 @@ class Pace:
         As many as the ITL objective allows, but at least FLOOR_TOKENS. All of them where nobody decodes, who would have
         to wait.
         """
-        if self._itl_s is None or not decodes.decode_tokens or not prompts or budget <= FLOOR_TOKENS:
+        if not decodes.decode_tokens or not prompts:
+            return budget
+        if self._itl_s is None:
+            return min(budget, self._max_mixed_prefill_tokens or budget)
+        if budget <= FLOOR_TOKENS:
             return budget
         most = min(budget, max(FLOOR_TOKENS, _REACH * self.fit.largest_prompt_step))
         if self._predict(decodes, prompts, most) <= self._itl_s:

@@ -92,6 +92,7 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
             swap_space_bytes=swap_space_bytes,
             exact=is_exact(device),
             objectives=Objectives(settings.slo_ttft, settings.slo_itl),
+            max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
         ),
         eos_token_ids=config.eos_token_ids,
         on_events=bridge.deliver,

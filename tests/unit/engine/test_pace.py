@@ -51,6 +51,23 @@ def test_a_short_prompt_leaves_room_for_the_next_one() -> None:
     assert pace(0.010, times).prompt_budget(decodes(1), [(50, 150)], 500) == 16
 
 
+@pytest.mark.parametrize(
+    ("mixed", "num", "budget", "tokens"),
+    [(256, 1, 512, 256), (256, 0, 512, 512), (256, 300, 212, 212), (None, 1, 512, 512), (8, 10, 16, 8)],
+)
+def test_without_an_objective_a_number_bounds_prompts_beside_decodes(
+    mixed: int | None, num: int, budget: int, tokens: int
+) -> None:
+    """Nobody waits for a step that only computes prompts: there it does not count."""
+    bounded = Pace(StepTimeFit(8, 2), Objectives(), mixed)
+    assert bounded.prompt_budget(decodes(num), [(0, 2000)], budget) == tokens
+
+
+def test_an_objective_counts_instead_of_the_number() -> None:
+    fit = pace(0.050).fit
+    assert Pace(fit, Objectives(itl_s=0.050), 32).prompt_budget(decodes(10), [(0, 2000)], 502) == 288
+
+
 @pytest.mark.parametrize(("itl_s", "num"), [(None, 10), (0.001, 0)])
 def test_without_an_objective_or_without_decodes_all_of_the_budget_is_for_prompts(
     itl_s: float | None, num: int
