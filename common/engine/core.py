@@ -31,6 +31,7 @@ from common.engine.request import (
 )
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Phase, SequenceState
+from common.engine.stages import StageObserver
 from common.engine.stats import EngineStats
 from common.engine.step_fit import StepTimeFit
 from common.engine.swap import SwapSpace
@@ -63,7 +64,6 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = EngineStats()
-        self.observe_queue_time: Callable[[float], None] = _ignore
         self._runner = runner
         self._store = store
         self._cache = PrefixCache(pool, store.layout.block_size, store.has_rows, enabled=prefix_caching)
@@ -71,7 +71,9 @@ class EngineCore:
         self.step_fit = StepTimeFit(store.routing.num_experts, store.routing.top_k)
         self.attainment = Attainment(limits.objectives)
         self._clock = clock
-        self._scheduler = Scheduler(pool, limits, self._cache, swap, Pace(self.step_fit, limits.objectives, limits.max_mixed_prefill_tokens))
+        self._scheduler = Scheduler(
+            pool, limits, self._cache, swap, Pace(self.step_fit, limits.objectives, limits.max_mixed_prefill_tokens)
+        )
         self._mover = BlockMover(store, pool, self.stats, PreemptionLog(self.stats, swap))
         self._eos_token_ids = eos_token_ids
         self._vocab_size = limits.vocab_size
@@ -93,6 +95,15 @@ class EngineCore:
         assert not self._scheduler.has_recomputation(), "KV that is gone cannot be computed with other weights"
         self.known_weight_versions |= {version}
         self._store.free_blocks(self._cache.use_weights(version))
+
+    @property
+    def observer(self) -> StageObserver:
+        """Is told how long each stage of a request took."""
+        return self._reporter.observer
+
+    @observer.setter
+    def observer(self, observer: StageObserver) -> None:
+        self._reporter.observer = observer
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; live sequences go on, and add nothing. Number of blocks that became free."""
@@ -237,12 +248,13 @@ class EngineCore:
         for sequence in admitted:
             group = self._scheduler.find(sequence.request.request_id)
             if group is not None and not group.is_forked:
-                self._tell_admission(sequence)
+                self._tell_admission(group, sequence)
         return moved
 
-    def _tell_admission(self, prompt: SequenceState) -> None:
+    def _tell_admission(self, group: ChoiceGroup, prompt: SequenceState) -> None:
         request = prompt.request
-        self.observe_queue_time(self._admission.seat(request.request_id))
+        group.seated_s = self._admission.seat(request.request_id)
+        self.observer.seated(request.request_id, group.seated_s)
         self._count_hits(prompt)
         self._admission.prospect.seated(prompt.num_prompt, prompt.num_cached)
         if prompt.phase is Phase.LEASED:
@@ -315,7 +327,3 @@ class EngineCore:
         _log.error("step failed", requests=[group.request.request_id for group in live], exc_info=error)
         for group in live:
             self._reporter.fail(group, InternalError(f"the engine step failed: {type(error).__name__}"))
-
-
-def _ignore(_: float) -> None:
-    """Observes nothing."""
