@@ -8,15 +8,12 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 
 from common.errors import InternalError, MoerelayError
+from common.histogram import ITL_BUCKETS, REQUEST_BUCKETS, TTFT_BUCKETS
 from common.pb import prefill_pb2
 from router.errors import status_of
 from router.fleet import Fleet
 from router.latency import LatencyHistogram
 from router.worker_state import State
-
-TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
 #: Outcome of a request whose choices all ended by themselves.
 FINISHED = "finished"
@@ -39,7 +36,7 @@ class RouterMetrics:
         self._generation_tokens = Counter("moerelay_generation_tokens", "Tokens sent to clients.", registry=registry)
         self._ttft = _histogram("time_to_first_token", "Arrival to first token.", TTFT_BUCKETS, registry)
         self._itl = _histogram("inter_token_latency", "Time between tokens of a choice.", ITL_BUCKETS, registry)
-        self._e2e = _histogram("e2e_request_latency", "Arrival to the end of finished answers.", E2E_BUCKETS, registry)
+        self._e2e = _histogram("e2e_request_latency", "Arrival to the end of finished answers.", REQUEST_BUCKETS, registry)
         self._prefill = _histogram("prefill", "Waiting for and computing a prompt.", TTFT_BUCKETS, registry)
         self._handoff_tail = _histogram("handoff_tail", "First token to handoff acknowledged.", TTFT_BUCKETS, registry)
         Counter(

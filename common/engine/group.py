@@ -14,6 +14,7 @@ class ChoiceGroup:
         sequences: by choice. Until the prompt is there only choice 0's, which computes or receives it for all, whether
             or not that choice itself is open; from then on those of the open choices.
         is_forked: the prompt is there, and the first token of every choice.
+        seated_s: how long after the request it got its seat; 0 before.
         ttft_s: how long after the request the first tokens came; 0 before.
         worst_itl_s: mean time between tokens of the slowest choice that has ended.
     """
@@ -24,6 +25,7 @@ class ChoiceGroup:
         self.open = set(range(request.sampling.n))
         self.sequences = {0: SequenceState(request, arrival, chain, epoch)}
         self.is_forked = False
+        self.seated_s = 0.0
         self.ttft_s = 0.0
         self.worst_itl_s = 0.0
 

@@ -14,6 +14,7 @@ from common.engine.core import EngineCore
 from common.engine.limits import EngineLimits
 from common.engine.objectives import Attainment
 from common.engine.request import EngineEvent, EngineLoad, EngineRequest, Failed, RequestId
+from common.engine.stages import StageObserver
 from common.engine.stats import EngineStats
 from common.engine.step_fit import StepTimeFit
 from common.engine.visits import Visits, run_visit
@@ -78,6 +79,7 @@ class Engine:
         self._load = self._core.load()
         self._num_threads = 1
         self._prepare: Callable[[], None] | None = None
+        self._spare: Callable[[], bool] = _nothing_to_do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- life
@@ -181,6 +183,20 @@ class Engine:
             self._commands.put(partial(run_visit, visit, future))
         return future
 
+    # --- spare time
+
+    def use_spare_time(self, work: Callable[[], bool]) -> None:
+        """Lets `work` do one small thing after the other on the engine thread while nothing else is to be done.
+
+        It is called only when no sequence can be computed, no command waits and the engine is not frozen, and says
+        whether there may be more to do; what comes in the meantime waits until it returns. Before `start`.
+        """
+        self._spare = work
+
+    def wake(self) -> None:
+        """There is something to do in spare time."""
+        self._commands.put(_nothing)
+
     # --- requests
 
     def submit(self, request: EngineRequest) -> None:
@@ -229,9 +245,9 @@ class Engine:
 
     # --- observation
 
-    def observe_queue_time(self, observe: Callable[[float], None]) -> None:
-        """From now on `observe` is told, on the engine thread, how many seconds each request waited for its seat."""
-        self._core.observe_queue_time = observe
+    def observe_stages(self, observer: StageObserver) -> None:
+        """From now on `observer` is told, on the engine thread, how long each stage of a request took."""
+        self._core.observer = observer
 
     @property
     def known_weight_versions(self) -> frozenset[str]:
@@ -291,7 +307,7 @@ class Engine:
             if self._prepare is not None:
                 self._prepare()
             while not self._stopping.is_set():
-                self._take_commands(wait=idle or self._frozen)
+                self._take_commands(wait=self._frozen or (idle and not self._use_spare_time()))
                 self._freeze_if_settled()
                 idle = not self._frozen and not self._core.step()
                 self._freeze_if_settled()
@@ -308,6 +324,10 @@ class Engine:
                 wait = False
         except queue.Empty:
             return
+
+    def _use_spare_time(self) -> bool:
+        """Whether something was done, or there is no time to spare."""
+        return not self._commands.empty() or self._spare()
 
     def _emit(self, events: list[EngineEvent]) -> None:
         if events:
@@ -328,3 +348,8 @@ class Engine:
 
 def _nothing() -> None:
     """Wakes the thread."""
+
+
+def _nothing_to_do() -> bool:
+    """What an engine does in its spare time unless it is told."""
+    return False

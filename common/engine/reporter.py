@@ -9,7 +9,8 @@ from common.engine.objectives import Attainment
 from common.engine.request import EngineEvent, Failed, Progress, PromptAdvanced, Work
 from common.engine.saved import SavedRange, prompt_tail
 from common.engine.scheduler import Scheduler
-from common.engine.sequence import SequenceState
+from common.engine.sequence import Phase, SequenceState
+from common.engine.stages import StageObserver
 from common.errors import MoerelayError, ServiceError
 from common.kv.store import KVStore
 from common.prompt_logprobs import PromptLogprobs
@@ -29,6 +30,7 @@ class Reporter:
         attainment: Attainment,
     ) -> None:
         self.events: list[EngineEvent] = []
+        self.observer = StageObserver()
         self._scheduler = scheduler
         self._store = store
         self._admission = admission
@@ -44,6 +46,8 @@ class Reporter:
         prompt = group.prompt
         if first_tokens:
             self._scheduler.hold(prompt)
+            request_id = group.request.request_id
+            self.observer.prefilled(request_id, self._admission.age(request_id) - group.seated_s)
         self.events.append(
             PromptAdvanced(
                 group.request.request_id,
@@ -76,6 +80,7 @@ class Reporter:
         """
         group.ttft_s = self._admission.age(group.request.request_id)
         prompt, last_rows_TLK = group.prompt, self._take_rows(group.prompt)
+        self._tell_prompt(group)
         matchers = [_moved_on(group.request.matcher, token) for token in tokens]
         finishes = [self._finish(group, token, 1) for token in tokens]
         going_on = [c for c in sorted(group.open) if finishes[c] is None]
@@ -106,6 +111,11 @@ class Reporter:
             self._attainment.finished(group.ttft_s, group.worst_itl_s)
         self._leave_open(group, going_on)
 
+    def _tell_prompt(self, group: ChoiceGroup) -> None:
+        """How long its prompt took, here or elsewhere."""
+        tell = self.observer.handed_over if group.prompt.phase is Phase.LEASED else self.observer.prefilled
+        tell(group.request.request_id, group.ttft_s - group.seated_s)
+
     def token(self, group: ChoiceGroup, sequence: SequenceState, token: SampledToken) -> None:
         """A choice that decodes has one more token and one more row.
 
@@ -126,6 +136,7 @@ class Reporter:
     def _finished(self, group: ChoiceGroup, sequence: SequenceState) -> None:
         """A choice has ended by itself; with the last one it is known how the request did."""
         decode_s = self._admission.age(group.request.request_id) - group.ttft_s
+        self.observer.decoded(group.request.request_id, decode_s)
         group.worst_itl_s = max(group.worst_itl_s, decode_s / (sequence.num_generated - 1))
         if group.open == {sequence.choice}:
             self._attainment.finished(group.ttft_s, group.worst_itl_s)

@@ -1,9 +1,10 @@
 """What an engine has done so far."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.engine.batch import ScheduledBatch
 from common.engine.sequence import Phase
+from common.histogram import STEP_TOKEN_BUCKETS, BucketCounts
 
 
 @dataclass(slots=True)
@@ -19,6 +20,8 @@ class EngineStats:
     decode_steps: int = 0
     #: Routing rows that forward passes wrote into the store.
     routing_rows_captured: int = 0
+    #: Tokens that each step forwarded.
+    step_tokens: BucketCounts = field(default_factory=lambda: BucketCounts(STEP_TOKEN_BUCKETS))
     #: Prompt tokens of admitted requests that may read the prefix cache, and those of them that it held.
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -53,6 +56,7 @@ class EngineStats:
                 self.recomputed_tokens += num_tokens
                 self.generated_tokens += samples
         self.steps += 1
+        self.step_tokens.observe(batch.work.prompt_tokens + num_decodes)
         self.decode_steps += num_decodes > 0
         self.generated_tokens += num_decodes
         self.routing_rows_captured += num_rows

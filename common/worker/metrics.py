@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.engine.loop import Engine
+from common.engine.request import RequestId
+from common.engine.stages import StageObserver
+from common.histogram import STAGE_BUCKETS, BucketCounts
 from common.worker.control import PauseState, WorkerControl
 from common.worker.weights import Weights
 
@@ -29,14 +32,22 @@ class _Family:
 
 
 class WorkerMetrics(Collector):
-    """Gauges and counters of one worker, each labelled with its role and name."""
+    """Metrics of one worker, each labelled with its role and name, but for those of its process.
+
+    Where those come together with other processes', whoever gathers them adds the labels.
+    """
 
     def __init__(self, role: str, worker_id: str) -> None:
         self._labels = (role, worker_id)
         self._families: list[_Family] = []
+        self._histograms: list[tuple[str, str, BucketCounts]] = []
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def add_process(self) -> None:
+        """Cpu time, memory and open files of this process, under the names that every Prometheus client uses."""
+        ProcessCollector(registry=self._registry)
 
     def gauge(self, name: str, documentation: str, reading: Reading) -> None:
         self._families.append(_Family(GaugeMetricFamily, name, documentation, {"": reading}))
@@ -49,11 +60,14 @@ class WorkerMetrics(Collector):
         self._families.append(_Family(CounterMetricFamily, name, documentation, readings, label))
 
     def histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Callable[[float], None]:
-        """Returns what takes one observation, on any thread."""
-        histogram = Histogram(
-            f"moerelay_{name}", documentation, ("role", "worker"), buckets=buckets, registry=self._registry
-        )
-        return histogram.labels(*self._labels).observe
+        """Returns what takes one observation, on one thread."""
+        counts = BucketCounts(buckets)
+        self.counted(name, documentation, counts)
+        return counts.observe
+
+    def counted(self, name: str, documentation: str, counts: BucketCounts) -> None:
+        """A histogram that somebody else adds to."""
+        self._histograms.append((name, documentation, counts))
 
     def collect(self) -> Iterable[Metric]:
         for each in self._families:
@@ -62,14 +76,40 @@ class WorkerMetrics(Collector):
             for value, reading in each.readings.items():
                 family.add_metric((*self._labels, value)[: 2 + len(own)], reading())
             yield family
+        for name, documentation, counts in self._histograms:
+            histogram = HistogramMetricFamily(f"moerelay_{name}", documentation, labels=("role", "worker"))
+            histogram.add_metric(self._labels, counts.buckets, counts.sum)
+            yield histogram
 
     def exposition(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self._registry)
 
 
-#: vLLM's buckets for its request latencies, in seconds.
-QUEUE_TIME_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+class StageTimes(StageObserver):
+    """Histograms of how long requests spend in each stage of an engine; vLLM's names, where it has the stage."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._queue = self._histogram(metrics, "request_queue_time", "Arrival to a seat and blocks.")
+        self._prefill = self._histogram(metrics, "request_prefill_time", "Seat to first token, computed here.")
+        self._handoff = self._histogram(metrics, "request_handoff_time", "Seat to prompt taken over.")
+        self._decode = self._histogram(metrics, "request_decode_time", "First token to last one, of each choice.")
+
+    @staticmethod
+    def _histogram(metrics: WorkerMetrics, name: str, documentation: str) -> Callable[[float], None]:
+        return metrics.histogram(f"{name}_seconds", documentation, STAGE_BUCKETS)
+
+    def seated(self, request_id: RequestId, waited_s: float) -> None:
+        self._queue(waited_s)
+
+    def prefilled(self, request_id: RequestId, took_s: float) -> None:
+        self._prefill(took_s)
+
+    def handed_over(self, request_id: RequestId, took_s: float) -> None:
+        self._handoff(took_s)
+
+    def decoded(self, request_id: RequestId, took_s: float) -> None:
+        self._decode(took_s)
 
 
 def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
@@ -81,6 +121,7 @@ def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
     metrics.gauge("kv_blocks_used", "KV blocks held by live sequences.", lambda: engine.load().kv_blocks_used)
     metrics.gauge("kv_blocks_cached", "KV blocks held only by the cache.", lambda: engine.load().kv_blocks_cached)
     metrics.gauge("kv_blocks", "KV blocks of the worker.", lambda: engine.load().kv_blocks_total)
+    metrics.gauge("kv_cache_usage_perc", "Share of them held by live sequences, 1 is all.", partial(_usage, engine))
     metrics.counter("prompt_tokens_computed", "Prompt tokens forwarded here.", lambda: stats.prompt_tokens_computed)
     metrics.counter("generated_tokens", "Tokens sampled here.", lambda: stats.generated_tokens)
     metrics.counter("engine_steps", "Forward passes.", lambda: stats.steps)
@@ -91,8 +132,13 @@ def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
     metrics.counter("prefix_cache_hit_tokens", "Those of them that were cached.", lambda: stats.prefix_cache_hits)
     _preemption_metrics(metrics, engine)
     _goodput_metrics(metrics, engine)
-    waited = metrics.histogram("request_queue_time_seconds", "Time until a seat was free.", QUEUE_TIME_BUCKETS)
-    engine.observe_queue_time(waited)
+    metrics.counted("iteration_tokens_total", "Tokens of each forward pass.", stats.step_tokens)
+    engine.observe_stages(StageTimes(metrics))
+
+
+def _usage(engine: Engine) -> float:
+    load = engine.load()
+    return load.kv_blocks_used / load.kv_blocks_total
 
 
 def _preemption_metrics(metrics: WorkerMetrics, engine: Engine) -> None:

@@ -49,6 +49,7 @@ def add_worker_service(
     name = ROLE_NAMES[role]
     worker_id = settings.worker_id or f"{name}-{server.address.rpartition(':')[2]}"
     metrics = WorkerMetrics(name, worker_id)
+    metrics.add_process()
     engine_metrics(metrics, core.engine)
     control = WorkerControl(core.engine, core.store, core.weights, lifecycle, role_service)
     control_metrics(metrics, control, core.weights)

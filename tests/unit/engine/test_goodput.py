@@ -9,6 +9,7 @@ from common.engine.objectives import Attainment, Objectives
 from common.engine.request import EngineRequest, RequestId, Work
 from common.errors import OverloadedError
 from common.model.batch import Chunk
+from tests.fakes.heard_stages import HeardStages
 from tests.unit.engine.rig import FakeRig, SlowRig, Transcript, greedy, limits, make_request, solo
 
 BUDGET = 64
@@ -198,8 +199,7 @@ def test_a_request_of_an_idle_engine_is_never_refused() -> None:
 def test_a_pause_says_nothing_about_how_long_others_will_wait() -> None:
     """Of those in line during a pause the wait counts without it; their time to first token includes it."""
     made = warmed_up(Objectives(ttft_s=1.0), seats=1)
-    waits: list[float] = []
-    made.core.observe_queue_time = waits.append
+    made.core.observer = stages = HeardStages()
     transcripts = [made.submit(ask("seated", 5, 90))]
     made.step()
     transcripts.append(made.submit(ask("before", 5, 1, first=1)))
@@ -216,7 +216,7 @@ def test_a_pause_says_nothing_about_how_long_others_will_wait() -> None:
     made.run()
     for transcript in transcripts:
         transcript.assert_equals(solo(transcript.request))
-    assert [int(wait) for wait in waits] == [0, 62, 31, 1]
+    assert [int(wait) for wait in stages.waited] == [0, 62, 31, 1]
     assert made.core.attainment.ttft.missed == 3
 
 
