@@ -34,8 +34,16 @@ class MergedFamilies(Collector):
         return self._families.values()
 
 
-#: Gauges that count something of each process; the others (of workers) say the same in all of them.
-_COUNTING_GAUGES = frozenset({"moerelay_router_in_flight"})
+#: Gauges that count something of each process; the others say the same in all of them, or cannot be added.
+_COUNTING_GAUGES = frozenset(
+    {
+        "moerelay_router_in_flight",
+        "moerelay_router_processes",
+        "process_open_fds",
+        "process_resident_memory_bytes",
+        "process_virtual_memory_bytes",
+    }
+)
 
 
 def added_up(own: Iterable[Metric], others: Iterable[Iterable[Metric]]) -> list[Metric]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from common.prompt_logprobs import PromptLogprobs, from_bytes
-from common.sampling import Finish, FinishReason, SampledToken
+from common.sampling import Finish, SampledToken
 from router.choice import VersionSpans
 from router.chunk import Chunk
 from router.forms import Json, PromptTokensDetails, Usage
@@ -67,8 +67,8 @@ class Job:
             self.count.cached[plan.index] = chunk.num_cached_tokens
         if chunk.prompt_logprobs:
             self._scores.setdefault(plan.index, bytearray()).extend(chunk.prompt_logprobs)
-        if chunk.finish and chunk.finish.reason is FinishReason.ABORT:
-            self.clock.outcome = "aborted"
+        if chunk.finish:
+            self.clock.finished(chunk.finish.reason)
 
     def prompt_logprobs(self, plan: Plan) -> PromptLogprobs | None:
         """One entry per prompt token; None if the request asked for none, or was aborted before all were there."""

@@ -1,4 +1,4 @@
-"""A histogram of seconds on a Prometheus registry."""
+"""Histograms on a Prometheus registry, for one thread."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from common.histogram import BucketCounts
 
 
 class LatencyHistogram(BucketCounts, Collector):
-    """For one thread."""
+    """One without labels."""
 
     def __init__(self, name: str, documentation: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
         super().__init__(buckets)
@@ -23,3 +23,33 @@ class LatencyHistogram(BucketCounts, Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield HistogramMetricFamily(self._name, self._documentation, self.buckets, self.sum)
+
+
+class LabelledHistograms(Collector):
+    """One for each value of a label, all of which are known beforehand."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        buckets: Sequence[float],
+        label: tuple[str, Sequence[str]],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._label, values = label
+        self._counts = {value: BucketCounts(buckets) for value in values}
+        registry.register(self)
+
+    def __getitem__(self, value: str) -> BucketCounts:
+        return self._counts[value]
+
+    def describe(self) -> Iterator[Metric]:
+        yield HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
+        for value, counts in self._counts.items():
+            family.add_metric([value], counts.buckets, counts.sum)
+        yield family

@@ -5,49 +5,87 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, disable_created_metrics
 
 from common.errors import InternalError, MoerelayError
-from common.histogram import ITL_BUCKETS, REQUEST_BUCKETS, TTFT_BUCKETS
+from common.histogram import ITL_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS
 from common.pb import prefill_pb2
+from common.sampling import FinishReason
 from router.errors import status_of
 from router.fleet import Fleet
-from router.latency import LatencyHistogram
+from router.latency import LabelledHistograms, LatencyHistogram
 from router.worker_state import State
 
 #: Outcome of a request whose choices all ended by themselves.
 FINISHED = "finished"
 
+#: What a router spends its time on: of each request, and of one event in EVENTS_PER_SAMPLE of a stream.
+REQUEST_STAGES = ("plan", "place")
+EVENT_STAGES = ("stitch", "encode", "send")
+EVENTS_PER_SAMPLE = 16
+#: From a short event to rows of a long prompt, or a client that does not read.
+_ROUTER_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, *STAGE_BUCKETS)
+
+
+class RequestHistograms:
+    """What is observed of each request and its choices."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def seconds(name: str, documentation: str, buckets: tuple[float, ...]) -> LatencyHistogram:
+            return LatencyHistogram(f"moerelay_{name}_seconds", documentation, buckets, registry)
+
+        def tokens(name: str, documentation: str) -> LatencyHistogram:
+            return LatencyHistogram(f"moerelay_{name}", documentation, TOKEN_BUCKETS, registry)
+
+        self.ttft = seconds("time_to_first_token", "Arrival to first token.", TTFT_BUCKETS)
+        self.itl = seconds("inter_token_latency", "Time between tokens of a choice.", ITL_BUCKETS)
+        self.tpot = seconds("request_time_per_output_token", "Mean time between a choice's tokens.", ITL_BUCKETS)
+        self.e2e = seconds("e2e_request_latency", "Arrival to the end of finished answers.", REQUEST_BUCKETS)
+        self.prefill = seconds("prefill", "Waiting for and computing a prompt.", TTFT_BUCKETS)
+        self.handoff_tail = seconds("handoff_tail", "First token to handoff acknowledged.", TTFT_BUCKETS)
+        self.prompt_tokens = tokens("request_prompt_tokens", "Prompt tokens of finished requests.")
+        self.generation_tokens = tokens("request_generation_tokens", "Tokens of each choice of finished requests.")
+        stages = ("stage", (*REQUEST_STAGES, *EVENT_STAGES))
+        self.stages = LabelledHistograms(
+            "moerelay_router_stage_seconds", "What the router spends its time on.", _ROUTER_BUCKETS, stages, registry
+        )
+
 
 class RouterMetrics:
     """One registry per application, so that several routers can live in one process (tests do that)."""
 
-    def __init__(self, in_flight: Callable[[], int], fleet: Fleet) -> None:
+    def __init__(
+        self, in_flight: Callable[[], int], fleet: Fleet, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a time of birth beside each counter helps nobody
         self.registry = registry = CollectorRegistry()
         self._fleet = fleet
+        self._now = now
+        ProcessCollector(registry=registry)
         gauge = Gauge("moerelay_router_in_flight", "Live requests of this router.", registry=registry)
         gauge.set_function(in_flight)
-        self._requests = Counter(
-            "moerelay_router_requests", "Requests by how they ended.", ["endpoint", "outcome"], registry=registry
-        )
-        self._errors = Counter("moerelay_router_errors", "Failed requests by error type.", ["type"], registry=registry)
-        self._prompt_tokens = Counter("moerelay_prompt_tokens", "Prompt tokens of requests.", registry=registry)
-        self._generation_tokens = Counter("moerelay_generation_tokens", "Tokens sent to clients.", registry=registry)
-        self._ttft = _histogram("time_to_first_token", "Arrival to first token.", TTFT_BUCKETS, registry)
-        self._itl = _histogram("inter_token_latency", "Time between tokens of a choice.", ITL_BUCKETS, registry)
-        self._e2e = _histogram("e2e_request_latency", "Arrival to the end of finished answers.", REQUEST_BUCKETS, registry)
-        self._prefill = _histogram("prefill", "Waiting for and computing a prompt.", TTFT_BUCKETS, registry)
-        self._handoff_tail = _histogram("handoff_tail", "First token to handoff acknowledged.", TTFT_BUCKETS, registry)
-        Counter(
-            "moerelay_failovers",
+        Gauge("moerelay_router_processes", "Processes of this router.", registry=registry).set(1)
+
+        def counter(name: str, documentation: str, *labels: str) -> Counter:
+            return Counter(f"moerelay_{name}", documentation, labels, registry=registry)
+
+        self._requests = counter("router_requests", "Requests by how they ended.", "endpoint", "outcome")
+        self._successes = counter("request_success", "Choices that ended by themselves or by abort.", "finished_reason")
+        for reason in FinishReason:
+            self._successes.labels(reason.value)
+        self._errors = counter("router_errors", "Failed requests by error type.", "type")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests.")
+        self._generation_tokens = counter("generation_tokens", "Tokens sent to clients.")
+        self._rows = counter("routing_rows_sent", "Routing rows sent to clients.")
+        self._bytes = counter("router_sent_bytes", "Bytes of answers to requests, sent to clients.")
+        self._events = counter("router_events", "Events of streams sent to clients.")
+        self._seen = RequestHistograms(registry)
+        counter(
+            "failovers",
             "Choices moved to another worker; always 0, because a lost worker ends its requests in an error.",
-            registry=registry,
         )
-        self._fallbacks = Counter(
-            "moerelay_aggregated_fallbacks",
-            "Prompts sent to a decode worker as a whole, because no prefill worker was healthy.",
-            registry=registry,
+        self._fallbacks = counter(
+            "aggregated_fallbacks", "Prompts sent to a decode worker as a whole, because no prefill worker was healthy."
         )
         labels = ["worker", "role"]
         self._up = Gauge("moerelay_worker_up", "1 if the worker is healthy.", labels, registry=registry)
@@ -61,10 +99,14 @@ class RouterMetrics:
             self._up.labels(worker.id, worker.side).set(worker.state is State.HEALTHY)
             self._refused.labels(worker.id, worker.side).set(worker.refused is not None)
 
+    def placed(self, took_s: float) -> None:
+        """Workers for a prompt were found and can be reached."""
+        self._seen.stages["place"].observe(took_s)
+
     def prefilled(self, reply: prefill_pb2.PrefillReply) -> None:
         """A prefill worker has handed a prompt over."""
-        self._prefill.observe(reply.compute_s)
-        self._handoff_tail.observe(reply.handoff_tail_s)
+        self._seen.prefill.observe(reply.compute_s)
+        self._seen.handoff_tail.observe(reply.handoff_tail_s)
 
     def fell_back(self) -> None:
         """A prompt goes to a decode worker as a whole, because no prefill worker is healthy."""
@@ -73,7 +115,7 @@ class RouterMetrics:
     @contextmanager
     def request(self, endpoint: str) -> Iterator["RequestClock"]:
         """Around one request: counts how it ended and how long it took."""
-        clock = RequestClock(self._ttft, self._itl)
+        clock = RequestClock(self._seen, self._now)
         outcome = "error"
         try:
             yield clock
@@ -89,23 +131,50 @@ class RouterMetrics:
             raise
         finally:
             self._requests.labels(endpoint, outcome).inc()
+            self._count(clock)
             if outcome == FINISHED:
-                self._e2e.observe(time.monotonic() - clock.started_at)
-            self._prompt_tokens.inc(clock.num_prompt_tokens)
-            self._generation_tokens.inc(clock.num_tokens)
+                clock.observe_whole()
+
+    def _count(self, clock: "RequestClock") -> None:
+        self._prompt_tokens.inc(clock.num_prompt_tokens)
+        self._generation_tokens.inc(clock.num_tokens)
+        self._rows.inc(clock.num_rows)
+        self._bytes.inc(clock.num_bytes)
+        self._events.inc(clock.num_events)
+        for reason in clock.finish_reasons:
+            self._successes.labels(reason.value).inc()
+
+
+class _ChoiceTimes:
+    """When a choice's first and latest tokens came."""
+
+    __slots__ = ("first_at", "last_at", "num_tokens")
+
+    def __init__(self, now: float, num_tokens: int) -> None:
+        self.first_at = self.last_at = now
+        self.num_tokens = num_tokens
 
 
 class RequestClock:
-    """Times the tokens of one request; choices are told apart by their index."""
+    """Times the tokens of one request, and adds up what it gets; choices are told apart by their index."""
 
-    def __init__(self, ttft: LatencyHistogram, itl: LatencyHistogram) -> None:
-        self._ttft = ttft
-        self._itl = itl
-        self._last_at: dict[int, float] = {}
-        self.started_at = time.monotonic()
+    def __init__(self, seen: RequestHistograms, now: Callable[[], float]) -> None:
+        self._seen = seen
+        self._now = now
+        self._choices: dict[int, _ChoiceTimes] = {}
+        self.started_at = self._now()
         self.outcome = FINISHED
         self.num_prompt_tokens = 0
         self.num_tokens = 0
+        self.num_rows = 0
+        self.num_bytes = 0
+        self.num_events = 0
+        #: Of the choices that have ended.
+        self.finish_reasons: list[FinishReason] = []
+
+    def planned(self) -> None:
+        """The request was read, and everything about it is known and right."""
+        self._seen.stages["plan"].observe(self._now() - self.started_at)
 
     def tokens(self, choice: int, num_tokens: int) -> None:
         """Some tokens of a choice have arrived together.
@@ -115,17 +184,33 @@ class RequestClock:
         """
         if not num_tokens:
             return
-        now = time.monotonic()
-        last = self._last_at.get(choice)
-        if last is None:
-            self._ttft.observe(now - self.started_at)
+        now = self._now()
+        times = self._choices.get(choice)
+        if times is None:
+            self._choices[choice] = _ChoiceTimes(now, num_tokens)
+            self._seen.ttft.observe(now - self.started_at)
         else:
-            self._itl.observe((now - last) / num_tokens, num_tokens)
-        self._last_at[choice] = now
+            self._seen.itl.observe((now - times.last_at) / num_tokens, num_tokens)
+            times.last_at = now
+            times.num_tokens += num_tokens
         self.num_tokens += num_tokens
 
+    def finished(self, reason: FinishReason) -> None:
+        """A choice has ended."""
+        self.finish_reasons.append(reason)
+        if reason is FinishReason.ABORT:
+            self.outcome = "aborted"
 
-def _histogram(
-    name: str, documentation: str, buckets: tuple[float, ...], registry: CollectorRegistry
-) -> LatencyHistogram:
-    return LatencyHistogram(f"moerelay_{name}_seconds", documentation, buckets, registry)
+    def event_took(self, stitch_s: float, encode_s: float, send_s: float) -> None:
+        """What one event took; told of one in EVENTS_PER_SAMPLE."""
+        for stage, seconds in zip(EVENT_STAGES, (stitch_s, encode_s, send_s), strict=True):
+            self._seen.stages[stage].observe(seconds)
+
+    def observe_whole(self) -> None:
+        """All choices have ended by themselves, and the client has its answer."""
+        self._seen.e2e.observe(self._now() - self.started_at)
+        self._seen.prompt_tokens.observe(self.num_prompt_tokens)
+        for times in self._choices.values():
+            self._seen.generation_tokens.observe(times.num_tokens)
+            if times.num_tokens > 1:
+                self._seen.tpot.observe((times.last_at - times.first_at) / (times.num_tokens - 1))

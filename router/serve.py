@@ -72,6 +72,7 @@ async def _job(request: web.Request, clock: RequestClock, incoming: Incoming, as
     plans = await asyncio.to_thread(plan) if _takes_long(ask) else plan()
     num_prompt_tokens = clock.num_prompt_tokens = sum(plan.prompt_len for plan in plans)
     tokenizer = app[TEXT].tokenizer
+    clock.planned()
     return Job(name, app[MODEL].name, int(time.time()), limits, plans, clock, TokenCount(num_prompt_tokens), tokenizer)
 
 

@@ -150,10 +150,12 @@ async def test_metrics_are_merged_by_name() -> None:
     assert outcomes == {"finished": 1, "error": 1}
     errors = {s.labels.get("type"): s.value for s in families["moerelay_router_errors"].samples if "_total" in s.name}
     assert errors == {"BadRequestError": 1}
-    counts = {s.name: s.value for f in families.values() for s in f.samples if s.name.endswith("_seconds_count")}
+    unlabelled = [s for family in families.values() for s in family.samples if not s.labels]
+    counts = {s.name: s.value for s in unlabelled if s.name.endswith("_seconds_count")}
     assert counts == {
         "moerelay_time_to_first_token_seconds_count": 1,
         "moerelay_inter_token_latency_seconds_count": 3,
+        "moerelay_request_time_per_output_token_seconds_count": 1,
         # The request that was refused is not in it.
         "moerelay_e2e_request_latency_seconds_count": 1,
         "moerelay_prefill_seconds_count": 1,
