@@ -68,13 +68,14 @@ class Diagnosis:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the diagnosis. Raises StartupError if there is a --model and it cannot be read."""
-    arguments = _parser().parse_args(argv)
+    arguments = command_line().parse_args(argv)
     found = diagnose(arguments.model, arguments.dtype)
     print(json.dumps(asdict(found) | {"advice": list(found.advice())}) if arguments.json else "\n".join(_lines(found)))
     return 0
 
 
-def _parser() -> ArgumentParser:
+def command_line() -> ArgumentParser:
+    """The flags of this command."""
     parser = ArgumentParser("moerelay doctor", "Say what workers would compute with here, and why.")
     parser.add_argument("--model", help="checkpoint directory or hub id: tell what would compute it")
     parser.add_argument(

@@ -39,7 +39,8 @@ class Completion:
         return join_rows(self.arrays)
 
 
-def _parser() -> ArgumentParser:
+def command_line() -> ArgumentParser:
+    """The flags of this command."""
     parser = ArgumentParser("moerelay generate", "Stream one completion, then show the routing that came with it.")
     parser.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
     add_api_key_file(parser)
@@ -60,7 +61,7 @@ def _parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = vars(_parser().parse_args(argv))
+    arguments = vars(command_line().parse_args(argv))
     sampling = {name: arguments[name] for name in _SAMPLING_FLAGS if arguments[name] is not None}
     sampling["ignore_eos"] = arguments["ignore_eos"]
     prompt = arguments["prompt"] if arguments["token_ids"] is None else arguments["token_ids"]

@@ -29,7 +29,8 @@ def override(text: str) -> tuple[str, Override]:
         return key, value
 
 
-def _parser() -> ArgumentParser:
+def command_line() -> ArgumentParser:
+    """The flags of this command."""
     parser = ArgumentParser("moerelay make-model", "Write a seeded random checkpoint in Hugging Face form.")
     parser.add_argument("--family", choices=FAMILIES, required=True, help="architecture")
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="sizes (default: %(default)s)")
@@ -49,7 +50,7 @@ def _parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = command_line().parse_args(argv)
     with needs_worker_extra("make-model"):
         from common.model.synthesize import synthesize
 

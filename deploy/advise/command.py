@@ -46,7 +46,8 @@ def rate(text: str) -> float:
     return value
 
 
-def _parser() -> ArgumentParser:
+def command_line() -> ArgumentParser:
+    """The flags of this command."""
     parser = ArgumentParser("moerelay advise", "How many prefill and decode workers a workload needs.")
     parser.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
     add_api_key_file(parser)
@@ -60,7 +61,7 @@ def _parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = command_line().parse_args(argv)
     workload = Workload(arguments.prompt_tokens, arguments.output_tokens, arguments.slo_ttft, arguments.slo_itl)
     client = ClusterClient(arguments.url, api_key=first_key(arguments.api_key_file))
     profile = asyncio.run(measured(client))

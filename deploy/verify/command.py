@@ -23,6 +23,7 @@ from deploy.verify.answer import Answer, RowsReader, answer_of_whole
 from deploy.verify.case import Case, CaseLimits, Form
 from deploy.verify.cases import continued, conversations
 from deploy.verify.options import VerifyOptions, parse_options
+from deploy.verify.options import command_line as command_line
 from deploy.verify.pressure import Pressure
 from deploy.verify.streamed import StreamedAnswer
 from deploy.verify.switches import Switches, find_switches

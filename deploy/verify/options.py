@@ -25,7 +25,8 @@ class VerifyOptions:
     api_key: str | None = None
 
 
-def _parser() -> ArgumentParser:
+def command_line() -> ArgumentParser:
+    """The flags of this command."""
     defaults = VerifyOptions(url="", model="")
     parser = ArgumentParser("moerelay verify", "Check a running cluster bit for bit against solo runs computed here.")
     parser.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
@@ -52,7 +53,7 @@ def _parser() -> ArgumentParser:
 
 def parse_options(argv: Sequence[str]) -> VerifyOptions:
     """Raises ConfigError."""
-    arguments = vars(_parser().parse_args(argv))
+    arguments = vars(command_line().parse_args(argv))
     options = VerifyOptions(api_key=first_key(arguments.pop("api_key_file")), **arguments)
     # Before the work, not after it.
     if options.dump is not None and not options.dump.absolute().parent.is_dir():
