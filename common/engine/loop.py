@@ -80,6 +80,7 @@ class Engine:
         self._num_threads = 1
         self._prepare: Callable[[], None] | None = None
         self._spare: Callable[[], bool] = _nothing_to_do
+        self._let_go: Callable[[], None] = _nothing
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- life
@@ -137,6 +138,7 @@ class Engine:
     def _freeze_if_settled(self) -> None:
         if self._settling and not self._core.has_open_prompts():
             self._frozen = True
+            self._let_go()
             for future in self._settling:
                 if future.set_running_or_notify_cancel():
                     future.set_result(None)
@@ -185,13 +187,14 @@ class Engine:
 
     # --- spare time
 
-    def use_spare_time(self, work: Callable[[], bool]) -> None:
+    def use_spare_time(self, work: Callable[[], bool], let_go: Callable[[], None]) -> None:
         """Lets `work` do one small thing after the other on the engine thread while nothing else is to be done.
 
         It is called only when no sequence can be computed, no command waits and the engine is not frozen, and says
-        whether there may be more to do; what comes in the meantime waits until it returns. Before `start`.
+        whether there may be more to do; what comes in the meantime waits until it returns. `let_go` is called when the
+        engine freezes: weights and memory may be taken away then. Before `start`.
         """
-        self._spare = work
+        self._spare, self._let_go = work, let_go
 
     def wake(self) -> None:
         """There is something to do in spare time."""
@@ -347,7 +350,7 @@ class Engine:
 
 
 def _nothing() -> None:
-    """Wakes the thread."""
+    """As a command, wakes the thread."""
 
 
 def _nothing_to_do() -> bool:

@@ -1,6 +1,6 @@
 """The oracle: one request alone, its prompt in one chunk, then token by token. No scheduler, no cache, no handoff."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,12 +60,38 @@ class SoloRunner:
             InvalidRequestError: the store has too few blocks, or the parameters leave no token to choose from.
             MoerelayError: the logits are not finite, or a row is missing.
         """
+        steps = self.steps(prompt, sampling, routing_start, choice=choice, matcher=matcher)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: SoloResult = end.value
+                return result
+
+    def steps(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        routing_start: int | None = 0,
+        *,
+        choice: int = 0,
+        matcher: GrammarMatcher | None = None,
+        piece_tokens: int | None = None,
+    ) -> Generator[None, None, SoloResult]:
+        """As `run`, with a pause after every forward pass, during which nobody else may use the store.
+
+        Args:
+            piece_tokens: the prompt is computed in pieces of so many tokens; None: at once.
+        """
         assert (matcher is None) == (sampling.grammar is None), "a grammar comes with its matcher"
         matcher = None if matcher is None else matcher.fork()
         blocks = self._take_blocks(len(prompt) + sampling.max_tokens - 1)
         wants_rows = routing_start is not None
-        output = self._runner.execute([_prompt_chunk(prompt, sampling, blocks, wants_rows)])
-        prompt_logprobs = _prompt_logprobs(output, sampling)
+        scores: list[PromptLogprobs] = []
+        for chunk in _prompt_chunks(prompt, sampling, blocks, wants_rows, piece_tokens or len(prompt)):
+            output = self._runner.execute([chunk])
+            scores += output.scores
+            yield
         tokens: list[SampledToken] = []
         history = list(prompt)
         while True:
@@ -85,11 +111,12 @@ class SoloRunner:
             end = len(history)
             history.append(tokens[-1].token_id)
             output = self._runner.execute([Chunk(history[end:], end, blocks, wants_logits=True, wants_rows=wants_rows)])
+            yield
         rows_TLK = None
         if routing_start is not None:
             slots = slots_of(blocks, routing_start, len(history), self._store.layout.block_size)
             rows_TLK = self._store.read_rows(slots)
-        return SoloResult(tuple(tokens), rows_TLK, finish, prompt_logprobs)
+        return SoloResult(tuple(tokens), rows_TLK, finish, _prompt_logprobs(scores, sampling))
 
     def _take_blocks(self, num_slots: int) -> list[BlockId]:
         """The first blocks of the store, blank."""
@@ -105,27 +132,28 @@ class SoloRunner:
         return blocks
 
 
-def _prompt_chunk(
-    prompt: Sequence[int], sampling: SamplingParams, blocks: Sequence[BlockId], wants_rows: bool
-) -> Chunk:
-    """The whole prompt at once."""
-    if sampling.prompt_logprobs is None:
-        return Chunk(prompt, 0, blocks, wants_logits=True, wants_rows=wants_rows)
-    return Chunk(
-        prompt,
-        0,
-        blocks,
-        wants_logits=True,
-        wants_rows=wants_rows,
-        score_targets=prompt[1:],
-        num_top=sampling.prompt_logprobs,
-    )
+def _prompt_chunks(
+    prompt: Sequence[int], sampling: SamplingParams, blocks: Sequence[BlockId], wants_rows: bool, piece_tokens: int
+) -> Iterator[Chunk]:
+    """The prompt in pieces; the last one brings the logits of the first token."""
+    for start in range(0, len(prompt), piece_tokens):
+        end = min(start + piece_tokens, len(prompt))
+        is_scored = sampling.prompt_logprobs is not None
+        yield Chunk(
+            prompt[start:end],
+            start,
+            blocks,
+            wants_logits=end == len(prompt),
+            wants_rows=wants_rows,
+            score_targets=prompt[start + 1 : end + 1] if is_scored else (),
+            num_top=sampling.prompt_logprobs or 0,
+        )
 
 
-def _prompt_logprobs(output: StepOutput, sampling: SamplingParams) -> PromptLogprobs | None:
+def _prompt_logprobs(scores: Sequence[PromptLogprobs], sampling: SamplingParams) -> PromptLogprobs | None:
     if sampling.prompt_logprobs is None:
         return None
-    return PromptLogprobs(np.concatenate([empty(1, sampling.prompt_logprobs), *output.scores]))
+    return PromptLogprobs(np.concatenate([empty(1, sampling.prompt_logprobs), *scores]))
 
 
 def _sample(output: StepOutput, spec: SampleSpec) -> SampledToken:

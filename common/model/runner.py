@@ -45,6 +45,10 @@ class ModelRunner:
         assert self._resident is not None, "a step without weights"
         return self._resident
 
+    def beside(self, store: KVStore) -> "BorrowingRunner":
+        """A runner that computes in another store with whatever weights are in use here at the time."""
+        return BorrowingRunner(self, store)
+
     @property
     def plans(self) -> PlanAhead:
         """Counts the plans that were ready in time."""
@@ -82,3 +86,23 @@ class ModelRunner:
         if not len(plan.routed_tokens):
             return None
         return RoutingCapture(self._store.routing, len(plan.token_ids_T), self.decoder.device)
+
+
+class BorrowingRunner:
+    """`common.model.batch.Runner` with the weights of another runner, which it does not keep alive between steps."""
+
+    def __init__(self, lender: ModelRunner, store: KVStore) -> None:
+        self._lender = lender
+        self._own = ModelRunner(lender.decoder, store)
+        self._own.use(None)
+
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        """Nothing: there is time."""
+
+    def execute(self, chunks: Sequence[Chunk]) -> StepOutput:
+        """See `Runner`."""
+        self._own.use(self._lender.decoder)
+        try:
+            return self._own.execute(chunks)
+        finally:
+            self._own.use(None)

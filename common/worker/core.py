@@ -1,6 +1,7 @@
 """Puts one worker's model, memory and engine together from its settings."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from common.engine.objectives import Objectives
 from common.errors import ConfigError
 from common.kv.pool import BlockPool
 from common.kv.store import KVLayout, KVStore
+from common.model.batch import Runner
 from common.model.config import ModelConfig
 from common.model.decoder import MoeDecoder
 from common.model.kernels.choice import choose_kernels
@@ -45,6 +47,8 @@ class WorkerCore:
     engine: Engine
     bridge: EngineBridge
     grammars: GrammarCompiler
+    #: Computes in another store with the weights in use; on the engine thread, between steps.
+    make_solo_runner: Callable[[KVStore], Runner]
 
     @property
     def description(self) -> types_pb2.ModelDescription:
@@ -103,7 +107,8 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
     loader = CheckpointLoader(config, dtype, device, max_model_len, kernels)
     weights = Weights(description, path, loader.load, partial(_use, runner, engine))
     engine.label_tokens(settings.weight_version)
-    return WorkerCore(weights, cores, is_exact(device), store, engine, bridge, _grammars(path, config))
+    grammars = _grammars(path, config)
+    return WorkerCore(weights, cores, is_exact(device), store, engine, bridge, grammars, runner.beside)
 
 
 def _grammars(path: Path, config: ModelConfig) -> GrammarCompiler:

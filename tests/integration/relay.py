@@ -20,6 +20,7 @@ from common.handoff.receiver import HandoffReceiver
 from common.handoff.sender import HandoffSender
 from common.kv.pool import BlockPool
 from common.model.batch import Runner
+from common.model.runner import ModelRunner
 from common.pb import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from common.worker.bridge import EngineBridge
 from common.worker.core import WorkerCore
@@ -169,7 +170,8 @@ def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
     )
     bridge.attach(engine)
     weights = kit.weights(runner, engine, routing=plan.routing)
-    return WorkerCore(weights, WorkerCores("0", 1), True, store, engine, bridge, kit.grammars()), runner
+    make_solo = runner.beside if isinstance(runner, ModelRunner) else kit.make_runner
+    return WorkerCore(weights, WorkerCores("0", 1), True, store, engine, bridge, kit.grammars(), make_solo), runner
 
 
 @asynccontextmanager
