@@ -7,7 +7,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
-from common.setting_types import ByteAmount, ByteSize, CpuList, Duration, HostPorts, Port, Seconds, ThreadSplit, Words
+from common.setting_types import (
+    ByteAmount,
+    ByteSize,
+    CpuList,
+    Duration,
+    Port,
+    Seconds,
+    ThreadSplit,
+    Words,
+    WorkerSources,
+)
 
 ENV_PREFIX = "MOERELAY_"
 
@@ -135,14 +145,12 @@ class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings):
     worker_id: str = Field("", description="Unique name in the cluster; default: role and port.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Port = Field(0, description="gRPC port; 0 takes a free one.")
-    advertise_address: str | None = Field(None, description="Host name or address at which others reach this worker.")
+    advertise_address: str | None = Field(
+        None, description="Host name or address at which others reach this worker; auto: this machine's."
+    )
     ready_file: Path | None = Field(None, description="Written, as JSON, once the worker serves.")
     cpus: CpuList | None = Field(None, description="Cpus that its engine keeps to, e.g. 0-3,8; default: not pinned.")
     threads: int | None = Field(None, gt=0, description="Engine threads; default: one per core that it may use.")
-
-    @property
-    def reachable_host(self) -> str:
-        return self.advertise_address or self.host
 
 
 class PrefillSettings(WorkerSettings):
@@ -222,10 +230,11 @@ class RouterSettings(ApiSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Port = Field(8000, description="HTTP port; 0 takes a free one.")
     ready_file: Path | None = Field(None, description="Written, as JSON, once the port is bound.")
-    prefill: HostPorts = Field(
-        [], description="gRPC addresses HOST:PORT of prefill workers, repeated or separated by commas."
+    prefill: WorkerSources = Field(
+        [], description="Prefill workers: HOST:PORT, dns://HOST:PORT, srv://NAME or file://PATH; repeat it for more."
     )
-    decode: HostPorts = Field([], description="The same for decode workers (role both: no prefill needed).")
+    decode: WorkerSources = Field([], description="The same for decode workers (role both: no prefill needed).")
+    discovery_interval_s: Seconds = Field(2.0, description="How often dns://, srv:// and file:// are looked up.")
     model: str | None = Field(None, description="Checkpoint directory, for its tokenizer and generation_config.json.")
     enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Return routing rows.")
 

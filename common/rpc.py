@@ -103,6 +103,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # Workers that come back are tried again at once, not after gRPC's default backoff of up to 2 minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
+        # Also at another address, if their name has one: gRPC would ask for it every 30 seconds at most.
+        ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ]
 
 

@@ -13,6 +13,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 _DURATION = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(ms|s)")
 _PORTS = range(1, 65_536)
+_DNS_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _THREADS = re.compile(r"[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?")
 
 
@@ -49,6 +50,23 @@ def _host_port(value: str) -> str:
     return value
 
 
+def _worker_source(value: str) -> str:
+    scheme, found, rest = value.partition("://")
+    if not found:
+        return _host_port(value)
+    if scheme == "dns":
+        _host_port(rest)
+    elif scheme not in ("srv", "file"):
+        raise ValueError(
+            f"{value!r} is no list of workers; write HOST:PORT, dns://HOST:PORT, srv://NAME or file://PATH"
+        )
+    elif not rest or (scheme == "srv" and not _DNS_NAME.fullmatch(rest)):
+        raise ValueError(
+            f"{value!r} lacks {'a name of SRV records' if scheme == 'srv' else 'a path'} after {scheme}://"
+        )
+    return value
+
+
 def _cpu_list(value: object) -> object:
     """'3, 0-2' → '0-3'; a TOML number is one cpu."""
     return format_cpus(parse_cpus(str(value))) if isinstance(value, str | int) else value
@@ -68,8 +86,9 @@ ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)]
 #: Where none at all makes sense too.
 ByteAmount = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, lt=2**63)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
-#: Not decoded as JSON, which an IPv6 address in brackets would be taken for.
-HostPorts = Annotated[list[HostPort], NoDecode, BeforeValidator(_split)]
+#: Where workers are: an address, or who knows the addresses. Not decoded as JSON, which an IPv6 address in brackets
+#: would be taken for.
+WorkerSources = Annotated[list[Annotated[str, AfterValidator(_worker_source)]], NoDecode, BeforeValidator(_split)]
 #: Words, repeated or separated by commas.
 Words = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Port = Annotated[int, Field(ge=0, lt=_PORTS.stop)]

@@ -14,6 +14,7 @@ from common.process import host_port
 from common.worker.core import WorkerCore, build_core
 from common.worker.lifecycle import Lifecycle
 from common.worker.metrics import WorkerMetrics
+from common.worker.own_address import advertised
 from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine
 from common.worker.server import WorkerServer
 from decode_worker.intake import Intake
@@ -64,7 +65,7 @@ async def _handoffs(
         )
     endpoint = settings.handoff_endpoint or f"tcp://{host_port(settings.host, 0)}"
     async with (
-        ZmqListener(endpoint, advertise_host=settings.advertise_address) as listener,
+        ZmqListener(endpoint, advertise_host=advertised(settings)) as listener,
         HandoffReceiver(
             listener,
             core.store,

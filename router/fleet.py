@@ -1,7 +1,7 @@
 """All configured workers: heartbeats, who may be paired with whom, and which pair takes the next choice."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -11,6 +11,10 @@ import structlog
 from common.config import RouterSettings
 from common.errors import UnavailableError
 from common.pb import types_pb2, worker_pb2
+from router.discovery.listing import Listing
+from router.discovery.resolver import Resolver, resolver_of
+from router.discovery.roster import Roster
+from router.discovery.upkeep import Upkeep
 from router.pairing import Member, differences, leader, misfit
 from router.placement import Candidate, choose
 from router.worker import Side, Worker
@@ -34,35 +38,30 @@ class Pair:
 class Fleet:
     """Only workers with one description of the model serve together: `leader` names it, others are refused."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, resolve: Callable[[str], Resolver | None] = resolver_of) -> None:
         self._settings = settings
         self._ticks = count(1)
         self._was_falling_back = False
         sides: list[tuple[Side, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
-        self.workers: Sequence[Worker] = [
-            Worker(
-                address,
-                side,
-                max_message_bytes=settings.max_message_bytes,
-                silence_limit_s=settings.heartbeat_timeout_s,
-            )
-            for side, addresses in sides
-            for address in addresses
-        ]
+        #: What was configured, and what it stands for now.
+        self.listings = [Listing(side, source, resolve(source)) for side, sources in sides for source in sources]
+        self._roster = Roster(self.listings, self._connect)
+        self.workers: Sequence[Worker] = self._roster.workers
+
+    def _connect(self, address: str, side: Side) -> Worker:
+        return Worker(
+            address,
+            side,
+            max_message_bytes=self._settings.max_message_bytes,
+            silence_limit_s=self._settings.heartbeat_timeout_s,
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keeps the heartbeats going; closes every channel at the end."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                beats = [group.create_task(self._watch(worker)) for worker in self.workers]
-                try:
-                    yield
-                finally:
-                    for beat in beats:
-                        beat.cancel()
-        finally:
-            await asyncio.gather(*(worker.close() for worker in self.workers))
+        """Keeps discovery and heartbeats going; closes every channel at the end."""
+        upkeep = Upkeep(self._roster, self._watch, self.review, interval_s=self._settings.discovery_interval_s)
+        async with upkeep.running():
+            yield
 
     async def _watch(self, worker: Worker) -> None:
         warned = False
@@ -80,11 +79,12 @@ class Fleet:
     async def refresh(self) -> None:
         """Hears every worker once, now."""
         timeout_s = self._settings.heartbeat_timeout_s
-        await asyncio.gather(*(worker.heartbeat(timeout_s) for worker in self.workers))
+        await asyncio.gather(*(worker.heartbeat(timeout_s) for worker in self._roster.members))
         self.review()
 
     def review(self) -> None:
-        """Decides anew who is refused, and says so when it changes."""
+        """Decides anew who is there and who is refused, and says so when it changes."""
+        self.workers = self._roster.workers
         reference = self._reference()
         for worker in self.workers:
             reason = self._refusal(worker, reference)
@@ -206,7 +206,7 @@ class Fleet:
         """
         if not self.allows_fallback or self._usable_prefill():
             return False
-        return all(worker.was_asked for worker in self.workers if worker.side == "prefill")
+        return self._roster.was_asked("prefill")
 
     def _choose(self, workers: Sequence[Worker]) -> Worker:
         by_address = {worker.address: worker for worker in workers}
@@ -215,11 +215,15 @@ class Fleet:
         return chosen
 
     def _what_is_missing(self) -> str:
-        if not self.workers:
+        if not self.listings:
             return "none is configured (--prefill, --decode)"
         return "; ".join(self._complaints()) or "no prefill worker is configured and no decode worker has role both"
 
     def _complaints(self) -> Iterator[str]:
+        for listing in self.listings:
+            if not listing.addresses:
+                reason = f": {listing.failure}" if listing.failure else ""
+                yield f"{listing.source} lists no {listing.side} worker{reason}"
         for worker in self.workers:
             if worker.state is not State.HEALTHY:
                 yield f"{worker.side} worker {worker.id} is {worker.state}"

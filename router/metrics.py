@@ -90,6 +90,9 @@ class RouterMetrics:
         labels = ["worker", "role"]
         self._up = Gauge("moerelay_worker_up", "1 if the worker is healthy.", labels, registry=registry)
         self._refused = Gauge("moerelay_worker_refused", "1 if the worker does not fit.", labels, registry=registry)
+        labels = ["role", "source"]
+        self._listed = Gauge("moerelay_discovery_workers", "Addresses that a source lists.", labels, registry=registry)
+        self._failing = Gauge("moerelay_discovery_failing", "1 if its last lookup failed.", labels, registry=registry)
 
     def refresh(self) -> None:
         """Takes over what the fleet knows; called before every exposition."""
@@ -98,6 +101,10 @@ class RouterMetrics:
         for worker in self._fleet.workers:
             self._up.labels(worker.id, worker.side).set(worker.state is State.HEALTHY)
             self._refused.labels(worker.id, worker.side).set(worker.refused is not None)
+        for listing in self._fleet.listings:
+            if not listing.is_static:
+                self._listed.labels(listing.side, listing.source).set(len(listing.addresses))
+                self._failing.labels(listing.side, listing.source).set(listing.failure is not None)
 
     def placed(self, took_s: float) -> None:
         """Workers for a prompt were found and can be reached."""

@@ -50,6 +50,8 @@ class Worker:
         self.refused: str | None = None
         #: A heartbeat has been answered, or missed.
         self.was_asked = False
+        #: Whoever lists workers lists this one; set by the fleet.
+        self.listed = True
         self.last_used = 0
         self._state = WorkerState(silence_limit_s)
         self._dependents: set[Failure] = set()
@@ -63,7 +65,14 @@ class Worker:
 
     @property
     def state(self) -> State:
-        return self._state.at(time.monotonic())
+        state = self._state.at(time.monotonic())
+        # Whoever took it off its list wants it to get nothing new, and what it serves to be finished.
+        return State.DRAINING if state is State.HEALTHY and not self.listed else state
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a choice depends on it, which it may still finish."""
+        return bool(self._dependents) and self.state is not State.DEAD
 
     @property
     def usable(self) -> bool:
@@ -153,8 +162,9 @@ class Worker:
         finally:
             self._dependents.discard(failure)
 
-    async def close(self) -> None:
-        await self.channel.close()
+    async def close(self, grace_s: float | None = None) -> None:
+        """Ends calls that are still under way after `grace_s`; none: at once."""
+        await self.channel.close(grace_s)
 
     def _fail_dependents(self, message: str) -> None:
         for failure in self._dependents:

@@ -13,6 +13,7 @@ from common.errors import ConfigError, InternalError
 from common.process import drain_or_second_signal, host_port, stop_signals, write_ready_file
 from common.rpc import ErrorInterceptor, channel_options
 from common.worker.lifecycle import Lifecycle
+from common.worker.own_address import advertised
 
 log = structlog.get_logger()
 
@@ -30,7 +31,7 @@ class WorkerServer:
         self.grpc = grpc.aio.server(
             interceptors=[ErrorInterceptor()], options=channel_options(settings.max_message_bytes)
         )
-        self.address = host_port(settings.reachable_host, self._bind())
+        self.address = host_port(advertised(settings) or settings.host, self._bind())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     def _bind(self) -> int:

@@ -139,14 +139,35 @@ def test_loopback(host: str, expected: bool) -> None:
 
 def test_up_knows_every_setting_of_what_it_starts() -> None:
     """A variable that `up` accepts and no process gets would be silently ignored."""
-    decided_by_up = {"worker_id", "advertise_address", "ready_file", "role", "handoff_endpoint"}
+    decided_by_up = {"worker_id", "advertise_address", "ready_file", "role", "handoff_endpoint", "discovery_interval_s"}
     for cls in (PrefillSettings, DecodeSettings, RouterSettings):
         assert cls.model_fields.keys() - UpSettings.model_fields.keys() <= decided_by_up
 
 
-def test_a_worker_address_is_not_a_url() -> None:
-    with pytest.raises(ConfigError, match="without http://"):
-        load_settings(RouterSettings, ["--prefill", "http://127.0.0.1:7001"], prog="p", environ={})
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "http://127.0.0.1:7001",
+            r"is no list of workers; write HOST:PORT, dns://HOST:PORT, srv://NAME or file://PATH",
+        ),
+        ("p0.example", r"'p0\.example' is not HOST:PORT"),
+        ("dns://prefill", r"'prefill' is not HOST:PORT"),
+        ("dns://http://prefill:7001", "is a URL"),
+        ("srv://", "lacks a name of SRV records after srv://"),
+        ("srv://decode:7002", "lacks a name of SRV records after srv://"),
+        ("file://", "lacks a path after file://"),
+    ],
+)
+def test_what_lists_no_workers_is_refused(source: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"--prefill: .*{said}"):
+        load_settings(RouterSettings, ["--prefill", source], prog="p", environ={})
+
+
+def test_sources_of_workers_may_be_mixed() -> None:
+    sources = ["p0:7001", "[fd00::1]:7001", "dns://prefill:7001", "srv://_grpc._tcp.prefill.example", "file:///run/p"]
+    argv = ["--prefill", ",".join(sources[:3]), "--prefill", sources[3], "--prefill", sources[4]]
+    assert load_settings(RouterSettings, argv, prog="p", environ={}).prefill == sources
 
 
 @pytest.mark.parametrize(("threads", "counts"), [("4", (4, 4)), ("6:2", (6, 2)), (3, (3, 3)), (None, (None, None))])

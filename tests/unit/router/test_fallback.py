@@ -174,20 +174,18 @@ class FlappingWorker(Worker):
     def suspect(self) -> None:
         """It is healthy again already."""
 
+    async def heartbeat(self, timeout_s: float) -> None:
+        """Every one is answered."""
 
-async def flap(cluster: Cluster) -> None:
+
+def flap(cluster: Cluster) -> None:
     """Makes the router's first worker a flapping one."""
-    fleet = cluster.app[FLEET]
-    was, *others = fleet.workers
-    flapping = FlappingWorker(was.address, "prefill", max_message_bytes=2**20, silence_limit_s=60)
-    await flapping.heartbeat(3)
-    fleet.workers = [flapping, *others]
-    await was.close()
+    cluster.app[FLEET].workers[0].__class__ = FlappingWorker
 
 
 async def test_a_prefill_worker_that_flaps_holds_no_request_for_ever() -> None:
     async with MortalPrefill(Script(), allow_aggregated_fallback=True) as (cluster, server):
-        await flap(cluster)
+        flap(cluster)
         await server.aclose()
         async with asyncio.timeout(10):
             await cluster.canary()
@@ -201,7 +199,7 @@ async def test_a_busy_prefill_worker_goes_before_the_fallback_too() -> None:
     async with serving(busy):
         mortal = MortalPrefill(script, prefill=[busy.address], allow_aggregated_fallback=True)
         async with mortal as (cluster, server):
-            await flap(cluster)
+            flap(cluster)
             await server.aclose()
             async with asyncio.timeout(10):
                 await cluster.canary()
