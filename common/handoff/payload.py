@@ -14,6 +14,7 @@ import xxhash
 
 from common.handoff.frames import TARGET_PAYLOAD_BYTES, ChunkFrames
 from common.handoff.staging import Staging
+from common.kv.copies import SlotArray
 from common.kv.pool import BlockId
 from common.kv.store import KVStore, slots_of
 from common.prompt_logprobs import PromptLogprobs
@@ -57,10 +58,11 @@ def read_payload(
     Raises:
         RoutingMissingError: a position has no routing row.
     """
-    kv = _read_kv(store, blocks, start, end, staging)
+    slots = slots_of(blocks, start, end, store.layout.block_size)
+    kv = _read_kv(store, slots, staging)
     rows = memoryview(b"")
     if routing:
-        rows_NLK = store.read_row_range(blocks, start, end)
+        rows_NLK = store.read_rows(slots)
         little_endian = np.ascontiguousarray(rows_NLK, rows_NLK.dtype.newbyteorder("<"))
         rows = little_endian.reshape(-1).view(np.uint8).data
     packed = memoryview(b"" if scores is None else scores.tobytes())
@@ -72,12 +74,12 @@ def is_offloaded(store: KVStore, num_bytes: int) -> bool:
     return num_bytes > OFFLOAD_BYTES or store.device.type != "cpu"
 
 
-def _read_kv(store: KVStore, blocks: Sequence[BlockId], start: int, end: int, staging: Staging | None) -> memoryview:
-    slots, num_bytes = slots_of(blocks, start, end, store.layout.block_size), (end - start) * store.layout.token_bytes
+def _read_kv(store: KVStore, slots: SlotArray, staging: Staging | None) -> memoryview:
+    num_bytes = len(slots) * store.layout.token_bytes
     if staging is None or not 0 < num_bytes <= staging.buffer_bytes:
         return store.read_kv(slots).reshape(-1).view(torch.uint8).numpy().data
     buffer = staging.lend(num_bytes)
-    store.read_kv_into(slots, torch.from_numpy(buffer).view(store.layout.dtype).view(store.kv_shape(end - start)))
+    store.read_kv_into(slots, torch.from_numpy(buffer).view(store.layout.dtype).view(store.kv_shape(len(slots))))
     return buffer.data
 
 

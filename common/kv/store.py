@@ -5,23 +5,16 @@ token. Slot `s` is token `s % block_size` of block `s // block_size`. KV lives o
 because they leave over the network.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from common.errors import RoutingMissingError
+from common.kv.copies import Copies, SlotArray, copies_on, runs_of
 from common.kv.pool import BlockId
 from common.routing.record import RoutingArray, RoutingLayout
-
-SlotArray = npt.NDArray[np.int64]
-
-#: Consecutive slots, on average, from which on K and V are copied slice by slice: a slice moves at the speed of memory,
-#: but costs some microseconds however short it is. An index costs the same per slot, and more for writing.
-MIN_READ_RUN, MIN_WRITE_RUN = 64, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +44,6 @@ def slots_of(blocks: Sequence[BlockId], start: int, end: int, block_size: int) -
     return held[positions // block_size] * block_size + positions % block_size
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive slots: numbers [begin, end) of a list of slots are slots `first`, `first` + 1, ..."""
-
-    first: int
-    begin: int
-    end: int
-
-    @property
-    def here(self) -> slice:
-        """Their places in the list."""
-        return slice(self.begin, self.end)
-
-    @property
-    def slots(self) -> slice:
-        """The slots themselves."""
-        return slice(self.first, self.first + self.end - self.begin)
-
-
-def runs_of(slots: SlotArray) -> Iterator[Run]:
-    """The longest runs of consecutive slots, in order. Blocks that follow one another in memory are one run."""
-    if not len(slots):
-        return
-    edges = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
-    for begin, end in pairwise(edges):
-        yield Run(int(slots[begin]), begin, end)
-
-
 class KVStore:
     """K, V and routing rows of every slot.
 
@@ -87,10 +52,18 @@ class KVStore:
 
     Args:
         poison: fill freed blocks with NaN (KV) so that any use of stale data shows at once.
+        copies: how slots are read and written; None: the fastest way on `device`.
     """
 
     def __init__(
-        self, layout: KVLayout, routing: RoutingLayout, num_blocks: int, device: torch.device, *, poison: bool = False
+        self,
+        layout: KVLayout,
+        routing: RoutingLayout,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        poison: bool = False,
+        copies: Copies | None = None,
     ) -> None:
         self.layout = layout
         self.routing = routing
@@ -98,6 +71,7 @@ class KVStore:
         self.poison = poison
         num_slots = num_blocks * layout.block_size
         self.device = device
+        self._copies = copies or copies_on(device)
         self.rows_SLK: RoutingArray = routing.empty(num_slots)
         self._row_written = np.zeros(num_slots, np.bool_)
         self.restore()
@@ -155,39 +129,17 @@ class KVStore:
         return out_LCNGD
 
     def read_kv_into(self, slots: SlotArray, out_LCNGD: torch.Tensor) -> None:
-        """As `read_kv`, into host memory that is there already."""
-        runs = list(runs_of(slots))
-        if self._is_scattered(len(slots), len(runs), MIN_READ_RUN):
-            self._gather(slots, out_LCNGD)
-            return
-        for run in runs:
-            out_LCNGD[:, :, run.here] = self.kv_LCSGD[:, :, run.slots]
+        """As `read_kv`, into contiguous host memory that is there already."""
+        self._copies.gather(self.kv_LCSGD, slots, out_LCNGD)
 
     def write_kv(self, slots: SlotArray, kv_LCNGD: torch.Tensor) -> None:
         """Stores [L, C, n, G, D] into the given slots, in order."""
-        runs = list(runs_of(slots))
-        if self._is_scattered(len(slots), len(runs), MIN_WRITE_RUN):
-            device = self.kv_LCSGD.device
-            self.kv_LCSGD.index_copy_(2, torch.from_numpy(slots).to(device), kv_LCNGD.to(device))
-            return
-        for run in runs:
-            self.kv_LCSGD[:, :, run.slots] = kv_LCNGD[:, :, run.here]
+        self._copies.scatter(self.kv_LCSGD, slots, kv_LCNGD)
 
     def kv_shape(self, num_tokens: int) -> tuple[int, int, int, int, int]:
         """[L, C, n, G, D] of so many tokens."""
         layout = self.layout
         return layout.num_layers, layout.num_planes, num_tokens, layout.num_kv_heads, layout.head_dim
-
-    def _is_scattered(self, num_slots: int, num_runs: int, min_run: int) -> bool:
-        # On a device every slice would be a transfer of its own.
-        return num_runs > (max(1, num_slots // min_run) if self.kv_LCSGD.device.type == "cpu" else 1)
-
-    def _gather(self, slots: SlotArray, out_LCNGD: torch.Tensor) -> None:
-        device = self.kv_LCSGD.device
-        if device.type == "cpu":
-            torch.index_select(self.kv_LCSGD, 2, torch.from_numpy(slots), out=out_LCNGD)
-        else:
-            out_LCNGD.copy_(self.kv_LCSGD.index_select(2, torch.from_numpy(slots).to(device)))
 
     def write_rows(self, slots: SlotArray, rows_NLK: RoutingArray) -> None:
         """Stores one routing row per slot."""

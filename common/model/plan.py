@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from common.kv.store import KVStore, SlotArray, slots_of
+from common.kv.copies import SlotArray
+from common.kv.store import KVStore, slots_of
 from common.model.batch import Chunk
 from common.model.config import ModelConfig
 from common.model.kernels.interface import AttentionPlan, Kernels

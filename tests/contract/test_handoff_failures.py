@@ -37,8 +37,9 @@ from common.handoff.messages import (
 )
 from common.handoff.outgoing import MAX_TRANSFERS
 from common.handoff.payload import OFFLOAD_BYTES, read_payload
+from common.kv.copies import SlotArray
 from common.kv.pool import BlockId
-from common.kv.store import KVLayout, KVStore, SlotArray
+from common.kv.store import KVLayout, KVStore
 from tests.contract.rig import (
     FIRST_TOKENS,
     ROUTING,
@@ -58,7 +59,7 @@ from tests.contract.transports import Transport
 
 #: One different value for every field that both sides must agree on.
 DIFFERENCES: dict[str, Any] = {
-    "protocol_version": 5,
+    "protocol_version": 6,
     "fingerprint": "beef",
     "weight_version": "8",
     "numerics": "avx2 torch-2.13",
@@ -365,7 +366,7 @@ async def test_the_handshake_comes_first(transport: Transport) -> None:
 
 
 async def test_a_newer_worker_is_refused_in_words_even_if_its_hello_has_more_fields(transport: Transport) -> None:
-    hello = msgspec.to_builtins(Hello(identity=identity("prefill-instance", protocol_version=5)))
+    hello = msgspec.to_builtins(Hello(identity=identity("prefill-instance", protocol_version=6)))
     hello["compression"] = {"zstd": [1, 2, 3]}
     hello["identity"]["sinks"] = 4
     async with (
@@ -375,7 +376,7 @@ async def test_a_newer_worker_is_refused_in_words_even_if_its_hello_has_more_fie
         await prefill.send_raw(msgspec.msgpack.encode(hello))
         answer = await prefill.receive()
         assert isinstance(answer, Refuse)
-        assert answer.reason == "the workers differ in protocol_version: 4 here, 5 on the other side"
+        assert answer.reason == "the workers differ in protocol_version: 5 here, 6 on the other side"
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80", b"", b""], [b"junk", b"more junk"], [b"\x91" * 5_000]])

@@ -114,3 +114,13 @@ class NativeModule(Protocol):
     source: str
     float32: Typed
     bfloat16: TypedBfloat16
+
+    def gather(
+        self, base: int, plane_bytes: int, num_planes: int, slot_bytes: int, slots: int, num_slots: int, to: int, /
+    ) -> None:
+        """Copies slots of every plane, in order, to contiguous memory: `num_planes` times `num_slots` of them."""
+
+    def scatter(
+        self, base: int, plane_bytes: int, num_planes: int, slot_bytes: int, slots: int, num_slots: int, source: int, /
+    ) -> None:
+        """Copies contiguous memory to the slots: the opposite of `gather`."""

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from common.kv.copies import SlotArray
 from common.kv.pool import BlockId
-from common.kv.store import KVStore, SlotArray
+from common.kv.store import KVStore
 from common.model.batch import Chunk, StepOutput
 from tests.fakes.fake_runner import ROUTING, FakeRunner, fake_store
 from tests.unit.engine.rig import (

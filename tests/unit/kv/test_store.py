@@ -1,17 +1,25 @@
 """The KV store: slot arithmetic, round trips, blank and ruined blocks, missing rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from common.errors import RoutingMissingError
+from common.kv.copies import MIN_READ_RUN, Copies, NativeCopies, Run, TorchCopies, copies_on, runs_of
 from common.kv.pool import BlockId
-from common.kv.store import MIN_READ_RUN, KVLayout, KVStore, Run, runs_of, slots_of
+from common.kv.store import KVLayout, KVStore, slots_of
+from common.model import native
 from common.routing.record import RoutingArray, RoutingLayout
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype=torch.bfloat16)
 ROUTING = RoutingLayout(num_layers=3, top_k=2, num_experts=300)
 BLOCKS = [BlockId(5), BlockId(2), BlockId(7)]
+COPIES: dict[str, Copies] = {
+    "torch": TorchCopies(),
+    **{name: NativeCopies(native.load(name)) for name in native.available()},
+}
 
 
 def store(*, poison: bool = False) -> KVStore:
@@ -43,24 +51,38 @@ def test_kv_comes_back_in_the_order_of_the_slots() -> None:
     assert here.kv_LCSGD.float().abs().sum() == kv_LCNGD.float().abs().sum()
 
 
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("num_heads", [2, 5, 64])
 @pytest.mark.parametrize("order", ["ascending", "descending", "shuffled", "one block"])
-def test_kv_moves_alike_however_the_slots_lie(order: str) -> None:
+def test_kv_moves_alike_however_the_slots_lie(order: str, num_heads: int, copies: str) -> None:
+    """Slots of 16 bytes, of 40 (no slot begins where the one before it did in its cache line), and of many lines."""
     num_blocks = 2 * MIN_READ_RUN
-    here = KVStore(LAYOUT, ROUTING, num_blocks + 1, torch.device("cpu"))
+    layout = replace(LAYOUT, num_kv_heads=num_heads)
+    here = KVStore(layout, ROUTING, num_blocks + 1, torch.device("cpu"), copies=COPIES[copies])
     numbers = np.arange(1, num_blocks + 1)
     if order == "shuffled":
         np.random.default_rng(1).shuffle(numbers)
     numbers = {"descending": numbers[::-1], "one block": numbers[:1]}.get(order, numbers)
     slots = slots_of([BlockId(int(n)) for n in numbers], 1, 4 * len(numbers) - 1, 4)
-    bits = np.random.default_rng(2).integers(0, 2**16, (3, 2, len(slots), 2, 4), np.uint16)
+    bits = np.random.default_rng(2).integers(0, 2**16, (3, 2, len(slots), num_heads, 4), np.uint16)
     here.write_kv(slots, torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
-    expected = np.zeros((3, 2, 4 * num_blocks + 4, 2, 4), np.uint16)
+    expected = np.zeros((3, 2, 4 * num_blocks + 4, num_heads, 4), np.uint16)
     expected[:, :, slots] = bits
     np.testing.assert_array_equal(here.kv_LCSGD.view(torch.int16).numpy().view(np.uint16), expected)
     out = torch.empty(here.kv_shape(len(slots)), dtype=torch.bfloat16)
     here.read_kv_into(slots, out)
     for got in (out, here.read_kv(slots)):
         np.testing.assert_array_equal(got.view(torch.int16).numpy().view(np.uint16), bits)
+    # From memory that is not contiguous, as that of a copy of which only the end is wanted.
+    here.write_kv(slots[5:], torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)[:, :, :-5])
+    expected[:, :, slots[5:]] = bits[:, :, :-5]
+    np.testing.assert_array_equal(here.kv_LCSGD.view(torch.int16).numpy().view(np.uint16), expected)
+
+
+def test_native_copies_are_chosen_where_they_run() -> None:
+    chosen = copies_on(torch.device("cpu"))
+    assert isinstance(chosen, NativeCopies if native.available() else TorchCopies)
+    assert isinstance(copies_on(torch.device("meta")), TorchCopies)
 
 
 def test_runs_are_the_longest_stretches_of_neighbours() -> None:

@@ -15,6 +15,7 @@
 #include "linear.h"
 #include "norm.h"
 #include "router.h"
+#include "slots.h"
 
 namespace py = pybind11;
 
@@ -225,11 +226,31 @@ void bind(py::module_ module) {
   bind_layers<T>(module);
 }
 
+void bind_slots(py::module_& module) {
+  module.def(
+      "gather",
+      [](Address base, int64_t plane_bytes, int num_planes, int64_t slot_bytes, Address slots, int64_t num_slots,
+         Address to) {
+        gather({at<char>(base), plane_bytes, num_planes, slot_bytes, at<const int64_t>(slots), num_slots},
+               at<char>(to));
+      },
+      Unlocked());
+  module.def(
+      "scatter",
+      [](Address base, int64_t plane_bytes, int num_planes, int64_t slot_bytes, Address slots, int64_t num_slots,
+         Address from) {
+        scatter({at<char>(base), plane_bytes, num_planes, slot_bytes, at<const int64_t>(slots), num_slots},
+                at<const char>(from));
+      },
+      Unlocked());
+}
+
 }  // namespace
 }  // namespace moerelay
 
 PYBIND11_MODULE(MOERELAY_MODULE, module) {
   module.attr("source") = MOERELAY_SOURCE;
+  moerelay::bind_slots(module);
   moerelay::bind<moerelay::bf16>(module.def_submodule("bfloat16"));
   moerelay::bind<float>(module.def_submodule("float32"));
 }
