@@ -103,6 +103,11 @@ async def test_a_stream_outlives_the_listing_of_its_worker(tmp_path: Path) -> No
         listed.write("decode", successor)
         await until(lambda: addresses(fleet) == [prefill.address, successor.address, decode.address])
         await until(lambda: fleet.workers[1].usable)
+        async with cluster.http.get("/metrics") as response:
+            exposition = await response.text()
+        for metric, value in (("workers", "1.0"), ("failing", "0.0")):
+            labels = f'{{role="decode",source="file://{tmp_path}/decode"}}'
+            assert f"moerelay_discovery_{metric}{labels} {value}\n" in exposition
         _, view = await cluster.get("/cluster")
         assert [worker["state"] for worker in view["workers"]] == ["healthy", "healthy", "draining"]
         await cluster.canary()

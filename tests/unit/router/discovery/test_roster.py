@@ -126,13 +126,8 @@ async def test_changes_are_logged_once() -> None:
     changed = ("discovery_changed", "info")
     assert told == [nobody, failed, changed, changed, failed]
     assert (logs[3]["added"], logs[3]["removed"]) == (["b:1"], ["a:1"])
-    assert logs[4] | {"log_level": "", "event": ""} == {
-        "log_level": "",
-        "event": "",
-        "source": "dns://decode:7002",
-        "reason": "no name server answers",
-        "kept": ["b:1"],
-    }
+    assert (logs[4]["source"], logs[4]["kept"]) == ("dns://decode:7002", ["b:1"])
+    assert logs[4]["reason"] == "no name server answers"
 
 
 async def test_a_process_at_two_addresses_is_one_worker() -> None:
