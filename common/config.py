@@ -12,6 +12,7 @@ from common.setting_types import (
     ByteSize,
     CpuList,
     Duration,
+    PlacementName,
     Port,
     Seconds,
     ThreadSplit,
@@ -218,6 +219,13 @@ class ApiSettings(LinkSettings):
     heartbeat_interval_s: Seconds = Field(0.5, description="How often each worker is asked for its state.")
     heartbeat_timeout_s: Seconds = Field(3.0, description="A worker silent for this long is suspect.")
     connect_timeout_s: Seconds = Field(3.0, description="Time for a worker to accept a request.")
+    placement: PlacementName = Field(
+        "prefix",
+        description="Who takes a prompt: whoever has its beginning, its session, or the least to do, and so on.",
+    )
+    max_attempts: int = Field(
+        2, ge=1, le=16, description="Pairs of workers that a prompt is offered to, while none of them takes it."
+    )
     client_stall_timeout_s: Seconds = Field(120.0, description="A client that reads nothing for this long is gone.")
     allow_aggregated_fallback: CliImplicitFlag[bool] = Field(
         False, description="Without a healthy prefill worker, decode workers prefill themselves."

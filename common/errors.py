@@ -12,6 +12,7 @@ MoerelayError
 ├── ServiceError                    the service cannot serve it now
 │   ├── OverloadedError             429  a queue is full, or too long
 │   ├── UnavailableError            503  no healthy worker, or draining
+│   │   └── NotTakenError           503  a worker drains, and has done nothing for the request
 │   ├── WorkerLostError             502  a worker went away during the request
 │   ├── HandoffError                502  the handoff broke
 │   │   ├── HandoffRefusedError     502  the two sides do not fit, in words
@@ -94,6 +95,10 @@ class UnavailableError(ServiceError):
     """No healthy worker can take the request."""
 
 
+class NotTakenError(UnavailableError):
+    """A worker takes no new requests, because it drains; it has done nothing for this one, so that another may."""
+
+
 class WorkerLostError(ServiceError):
     """A worker went away while it served the request.
 
@@ -155,6 +160,7 @@ HTTP_TABLE: dict[type[MoerelayError], tuple[int, str]] = {
     PayloadTooLargeError: (413, "RequestTooLargeError"),
     OverloadedError: (429, "RateLimitError"),
     UnavailableError: (503, "ServiceUnavailableError"),
+    NotTakenError: (503, "ServiceUnavailableError"),
     WorkerLostError: (502, "WorkerLostError"),
     HandoffError: (502, "HandoffError"),
     HandoffRefusedError: (502, "HandoffRefusedError"),

@@ -21,6 +21,7 @@ from common.errors import (
     InvalidRequestError,
     MoerelayError,
     NotFoundError,
+    NotTakenError,
     OverloadedError,
     PayloadTooLargeError,
     RequestTimeoutError,
@@ -30,7 +31,7 @@ from common.errors import (
 )
 
 #: Version of the gRPC services, compared when workers pair; the handoff has its own, compared in its handshake.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 log = structlog.get_logger()
 
@@ -45,6 +46,7 @@ GRPC_TABLE: dict[type[MoerelayError], tuple[grpc.StatusCode, str]] = {
     PayloadTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "payload_too_large"),
     OverloadedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded"),
     UnavailableError: (grpc.StatusCode.UNAVAILABLE, "unavailable"),
+    NotTakenError: (grpc.StatusCode.UNAVAILABLE, "not_taken"),
     WorkerLostError: (grpc.StatusCode.UNAVAILABLE, "worker_lost"),
     HandoffError: (grpc.StatusCode.ABORTED, "handoff"),
     HandoffRefusedError: (grpc.StatusCode.FAILED_PRECONDITION, "handoff_refused"),

@@ -2,7 +2,7 @@
 
 import re
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
@@ -93,6 +93,8 @@ WorkerSources = Annotated[list[Annotated[str, AfterValidator(_worker_source)]], 
 Words = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Port = Annotated[int, Field(ge=0, lt=_PORTS.stop)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: Which worker takes a prompt; `router/placement/policies.py` has a class for each.
+PlacementName = Literal["prefix", "session", "least_loaded", "two_choices", "round_robin"]
 #: Seconds, or a number with its unit: 0.05, 50ms, 2s.
 Duration = Annotated[float, BeforeValidator(_parse_duration), Field(gt=0, allow_inf_nan=False)]
 #: Cpus of this machine, in the spelling of Linux: "0-3,8".

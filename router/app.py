@@ -109,7 +109,9 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     fleet = app[FLEET] = Fleet(settings)
     live = app[LIVE] = LiveRequests()
     app[METRICS] = RouterMetrics(lambda: len(live), fleet)
-    app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s)
+    app[PIPELINE] = Pipeline(
+        fleet, connect_timeout_s=settings.connect_timeout_s, max_attempts=settings.max_attempts
+    )
     async with GrammarChecker(settings.max_grammar_bytes) as app[GRAMMARS], fleet.running():
         yield
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
 
 import structlog
 
@@ -16,7 +15,8 @@ from router.discovery.resolver import Resolver, resolver_of
 from router.discovery.roster import Roster
 from router.discovery.upkeep import Upkeep
 from router.pairing import Member, differences, leader, misfit
-from router.placement import Candidate, choose
+from router.placement.subject import Subject
+from router.placer import Placer
 from router.worker import Side, Worker
 from router.worker_state import State
 
@@ -34,13 +34,18 @@ class Pair:
     prefill: Worker | None
     fallback: bool = False
 
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Decode first."""
+        return [self.decode] if self.prefill is None else [self.decode, self.prefill]
+
 
 class Fleet:
     """Only workers with one description of the model serve together: `leader` names it, others are refused."""
 
     def __init__(self, settings: RouterSettings, resolve: Callable[[str], Resolver | None] = resolver_of) -> None:
         self._settings = settings
-        self._ticks = count(1)
+        self._placer = Placer(settings.placement)
         self._was_falling_back = False
         sides: list[tuple[Side, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
         #: What was configured, and what it stands for now.
@@ -161,21 +166,26 @@ class Fleet:
         """Whether every usable worker promises bitwise equality."""
         return all(self._described(worker).exact for worker in self.workers if worker.usable)
 
-    def pick(self, unreachable: Collection[Worker] = ()) -> Pair:
-        """The pair for one choice.
+    def pick(self, subject: Subject, tried: Collection[Worker] = ()) -> Pair:
+        """The pair for one prompt.
 
-        `unreachable`: prefill workers that this choice has tried in vain. If there are no others, decode does without;
+        `tried`: workers that would not take this prompt. If there are no other prefill workers, decode does without;
         only where `allows_fallback`.
 
         Raises:
-            UnavailableError: no pair of healthy workers that fit, or all are paused; the message says which.
+            UnavailableError: no other pair of healthy workers that fit, or all are paused; the message says which.
         """
         decode, prefill = self._candidates()
-        chosen = self._choose(decode)
+        chosen = self._placer.choose(_others(decode, tried), subject)
         if _prefills_itself(chosen):
             return Pair(chosen, None)
-        reachable = [worker for worker in prefill if worker not in unreachable]
-        return Pair(chosen, self._choose(reachable)) if reachable else Pair(chosen, None, fallback=True)
+        if self.allows_fallback and all(worker in tried for worker in prefill):
+            return Pair(chosen, None, fallback=True)
+        return Pair(chosen, self._placer.choose(_others(prefill, tried), subject))
+
+    def subject(self, token_ids: Sequence[int], *, salt: str, session: str | None) -> Subject:
+        """What is to be placed, in blocks as the workers cache them. Raises UnavailableError as `model` does."""
+        return Subject(token_ids, block_size=self.model().block_size, salt=salt, session=session)
 
     def _candidates(self) -> tuple[list[Worker], list[Worker]]:
         """Decode workers that may take a choice (at least one), and prefill workers for those that need one."""
@@ -208,12 +218,6 @@ class Fleet:
             return False
         return self._roster.was_asked("prefill")
 
-    def _choose(self, workers: Sequence[Worker]) -> Worker:
-        by_address = {worker.address: worker for worker in workers}
-        chosen = by_address[choose([Candidate(w.address, w.load, w.last_used) for w in workers])]
-        chosen.last_used = next(self._ticks)
-        return chosen
-
     def _what_is_missing(self) -> str:
         if not self.listings:
             return "none is configured (--prefill, --decode)"
@@ -234,6 +238,15 @@ class Fleet:
     def _described(worker: Worker) -> worker_pb2.WorkerStatus:
         assert worker.status is not None, "a usable worker has answered a heartbeat"
         return worker.status
+
+
+def _others(workers: Sequence[Worker], tried: Collection[Worker]) -> list[Worker]:
+    """Those that were not tried. Raises UnavailableError if all were."""
+    others = [worker for worker in workers if worker not in tried]
+    if not others:
+        names = ", ".join(worker.id for worker in workers)
+        raise UnavailableError(f"no {workers[0].side} worker takes requests now; tried {names}")
+    return others
 
 
 def _prefills_itself(worker: Worker) -> bool:

@@ -17,6 +17,9 @@ from router.text.tokenizer import Tokenizer
 #: Where the id of a request travels, both ways.
 REQUEST_ID_HEADER = "X-Request-Id"
 
+#: Requests of one conversation may name it here, so that they go to the same workers (`--placement session`).
+SESSION_HEADER = "X-Session-Id"
+
 #: A packed entry has 12 bytes; with its keys and the text of its id it has about 100.
 JSON_BYTES_PER_SCORE_BYTE = 8
 

@@ -26,6 +26,8 @@ class LiveRequest:
     """One request between its first and its last byte. Once `aborted`, no further prompt is opened."""
 
     request_id: str
+    #: What the client calls the conversation that the request belongs to.
+    session: str | None = None
     aborted: bool = False
     #: Single choices that were aborted: (index of the prompt, choice).
     aborted_choices: set[tuple[int, int]] = field(default_factory=set)
@@ -59,13 +61,13 @@ class LiveRequests:
         return len(self._by_id)
 
     @contextmanager
-    def register(self, request_id: str) -> Iterator[LiveRequest]:
+    def register(self, request_id: str, session: str | None = None) -> Iterator[LiveRequest]:
         """Raises DuplicateRequestError if something live has this id, UnavailableError while draining."""
         if self.draining:
             raise UnavailableError("the router is draining and takes no new requests")
         if request_id in self._by_id or request_id in self.choice_ids:
             raise DuplicateRequestError(f"a live request has the id {request_id!r} already", param="request_id")
-        live = self._by_id[request_id] = LiveRequest(request_id)
+        live = self._by_id[request_id] = LiveRequest(request_id, session)
         self._empty.clear()
         try:
             yield live

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 import structlog
 
-from common.errors import MoerelayError, UnavailableError
+from common.errors import MoerelayError, NotTakenError, UnavailableError, WorkerLostError
 from common.pb import worker_pb2
+from router.attempts import Attempts
 from router.calls import task_group
 from router.chunk import aborted
 from router.fleet import Fleet, Pair
 from router.live import LivePrompt, LiveRequest
+from router.placement.subject import Subject
 from router.plan import Plan
 from router.prompt_run import Observer, PromptRun, Sink
 from router.worker import Worker
@@ -24,9 +26,10 @@ log = structlog.get_logger()
 class Pipeline:
     """Runs prompts on the fleet. Whoever cancels a run (a client that left) cancels both calls."""
 
-    def __init__(self, fleet: Fleet, *, connect_timeout_s: float) -> None:
+    def __init__(self, fleet: Fleet, *, connect_timeout_s: float, max_attempts: int) -> None:
         self._fleet = fleet
         self._timeout_s = connect_timeout_s
+        self._max_attempts = max_attempts
 
     async def run(self, plans: Sequence[Plan], sink: Sink, live: LiveRequest, observer: Observer) -> None:
         """Runs all prompts of a request at the same time; the first that fails ends the others.
@@ -55,42 +58,57 @@ class Pipeline:
                     group.create_task(self._abort_choice(prompt, live, choice[1]))
 
     async def _run_prompt(self, plan: Plan, live: LiveRequest, sink: Sink, observer: Observer) -> None:
-        async with live.failure.guarding():
-            pair = await self._connected_pair()
-        if live.aborted:
-            for choice in range(plan.sampling.n):
-                await sink(plan, aborted(choice))
-            return
-        if pair.fallback:
-            observer.fell_back()
-            log.debug("fell_back", request_id=plan.request_id, worker=pair.decode.id)
+        """Offers the prompt to one pair after the other, as long as none of them has done anything for it."""
+        attempts = Attempts(self._max_attempts)
+        subject = self._fleet.subject(plan.token_ids, salt=plan.cache_salt, session=live.session)
+        taken = False
+        while not taken:
+            async with live.failure.guarding():
+                pair = await self._connected_pair(subject, attempts)
+            if live.aborted:
+                for choice in range(plan.sampling.n):
+                    await sink(plan, aborted(choice))
+                return
+            if pair.fallback:
+                observer.fell_back()
+                log.debug("fell_back", request_id=plan.request_id, worker=pair.decode.id)
+            taken = await self._offer(attempts.renamed(plan), pair, live, sink, observer, attempts)
+
+    async def _offer(
+        self, plan: Plan, pair: Pair, live: LiveRequest, sink: Sink, observer: Observer, attempts: Attempts
+    ) -> bool:
+        """Runs the prompt there; False if one of the two would not take it and another pair may."""
         prompt = LivePrompt(plan.request_id, pair, plan.index)
-        async with task_group() as group:
-            with live.serving(prompt):
-                for index, choice in live.aborted_choices:
-                    if index == plan.index:
-                        group.create_task(self._abort_choice(prompt, live, choice))
-                await PromptRun(plan, live, prompt, sink, observer, timeout_s=self._timeout_s).run()
+        run = PromptRun(plan, live, prompt, sink, observer, timeout_s=self._timeout_s)
+        try:
+            async with task_group() as group:
+                with live.serving(prompt):
+                    for index, choice in live.aborted_choices:
+                        if index == plan.index:
+                            group.create_task(self._abort_choice(prompt, live, choice))
+                    await run.run()
+        except NotTakenError as error:
+            if run.refused_by is None:
+                raise
+            run.refused_by.drains()
+            await attempts.failed(run.refused_by, error)
+            return False
+        return True
 
-    async def _connected_pair(self) -> Pair:
-        """Workers that can be reached.
-
-        Where decode workers may do without, a prefill worker that cannot be reached is no error: nothing was sent yet,
-        and it is suspect from now on, so that others are picked. A heartbeat may make it healthy again at once, so this
-        prompt does not try it a second time.
-        """
-        unreachable: set[Worker] = set()
+    async def _connected_pair(self, subject: Subject, attempts: Attempts) -> Pair:
+        """Workers that can be reached. One that cannot is suspect from now on, and nothing was sent to it."""
         while True:
-            pair = self._fleet.pick(unreachable)
-            await self._connect(pair.decode)
-            if pair.prefill is None:
-                return pair
             try:
-                await self._connect(pair.prefill)
-            except UnavailableError:
-                if not self._fleet.allows_fallback:
-                    raise
-                unreachable.add(pair.prefill)
+                pair = self._fleet.pick(subject, attempts.tried)
+            except UnavailableError as nobody:
+                raise attempts.error or nobody from None
+            try:
+                for worker in pair.workers:
+                    await self._connect(worker)
+            except UnavailableError as error:
+                # Where decode workers may do without, trying prefill workers costs the prompt no attempt.
+                free = worker is pair.prefill and self._fleet.allows_fallback
+                await attempts.failed(worker, error, free=free)
             else:
                 return pair
 
@@ -98,8 +116,8 @@ class Pipeline:
         """A worker that does not even accept a connection is left alone before anything is sent to it."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await worker.channel.channel_ready()
-        except TimeoutError:
+                await worker.connect()
+        except (TimeoutError, WorkerLostError):
             worker.suspect()
             raise UnavailableError(f"worker {worker.id} accepts no connection") from None
 

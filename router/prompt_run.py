@@ -1,6 +1,7 @@
 """One prompt through its workers: decode grants a lease, prefill fills it, decode streams."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
@@ -8,7 +9,7 @@ from typing import Protocol
 import grpc
 import structlog
 
-from common.errors import HandoffError, InternalError, MoerelayError, WorkerLostError
+from common.errors import HandoffError, InternalError, MoerelayError, NotTakenError, WorkerLostError
 from common.messages import sampling_to_pb
 from common.pb import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from router.calls import task_group, worker_errors
@@ -66,6 +67,10 @@ class PromptRun:
         self._handed_over = False
         #: One of the calls has reported a broken handoff and waits for what the other has to say.
         self._broken = False
+        #: Something of the answer has been passed on, so that the prompt cannot begin anew.
+        self._passed_on = False
+        #: The worker that would not take the prompt, of which nothing has been computed; another pair may run it.
+        self.refused_by: Worker | None = None
 
     @property
     def _pair(self) -> Pair:
@@ -80,6 +85,7 @@ class PromptRun:
                 with self._pair.decode.serving(lost):
                     async with lost.guarding(), self._live.failure.guarding():
                         last = await self._relay(call, group)
+                self._pair.decode.breaker.succeeded()
                 if last:
                     # Outside the guards: what goes wrong while the client takes the last chunk changes nothing now.
                     await self._sink(self._plan, last)
@@ -103,6 +109,7 @@ class PromptRun:
                 self._forgo_prefill()
                 continue
             chunk = chunk_from_pb(event.chunk)
+            self._passed_on = True
             self._handed_over = self._handed_over or bool(chunk.tokens or chunk.finish)
             if chunk.finish is not None and self._open == {chunk.choice}:
                 return chunk
@@ -135,11 +142,15 @@ class PromptRun:
             except BaseException:
                 with worker.call():  # entered for a failure only: this runs once per event of every stream
                     raise
-        except HandoffError:
-            if self._prefill and not self._broken:
+        except NotTakenError:
+            self._refused(self._pair.decode)
+            raise
+        except MoerelayError as error:
+            if isinstance(error, HandoffError) and self._prefill and not self._broken:
                 # An error of prefill's that is not about the handoff is the cause, and ends the group by itself.
                 self._broken = True
                 await asyncio.wait([self._prefill], timeout=CAUSE_WAIT_S)
+            self._blame(self._pair.decode, error)
             raise
         if not isinstance(event, decode_pb2.GenerateEvent):
             raise WorkerLostError(f"worker {worker.id} ended the stream without a finish reason")
@@ -162,8 +173,12 @@ class PromptRun:
         """Raises what makes the prompt fail; later, and after an abort, errors are only logged."""
         try:
             self._observer.prefilled(await self._call_prefill(worker, lease))
+            worker.breaker.succeeded()
         except MoerelayError as error:
             if await self._is_fatal(error):
+                if isinstance(error, NotTakenError):
+                    self._refused(worker)
+                self._blame(worker, error)
                 raise
             log.info("prefill_failed_late", request_id=self._plan.request_id, worker=worker.id, error=error.message)
 
@@ -173,6 +188,27 @@ class PromptRun:
             async with lost.guarding():
                 with worker.call():
                     return await worker.prefill.Prefill(self._prefill_request(lease))
+
+    def _refused(self, worker: Worker) -> None:
+        """The worker drains, and has done nothing for the prompt."""
+        if not self._passed_on:
+            self.refused_by = worker
+
+    def _blame(self, worker: Worker, error: MoerelayError) -> None:
+        """Counts a failure against whoever may be at fault: of a broken handoff both, because nobody knows.
+
+        Not a worker that cannot be reached, which heartbeats tell.
+        """
+        if isinstance(error, WorkerLostError) and error.unreachable:
+            return
+        if isinstance(error, HandoffError):
+            at_fault = self._pair.workers
+        elif isinstance(error, InternalError | WorkerLostError):
+            at_fault = [worker]
+        else:
+            return
+        for each in at_fault:
+            each.breaker.failed(time.monotonic())
 
     async def _is_fatal(self, error: MoerelayError) -> bool:
         """Whether prefill's error ends the prompt. Of two reports of a broken handoff, decode's counts."""

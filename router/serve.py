@@ -16,7 +16,7 @@ from router.choice import ChoiceReader, ReadChunk, VersionSpans
 from router.chunk import Chunk
 from router.client import send_json
 from router.forms import Json
-from router.job import REQUEST_ID_HEADER, ChoiceState, Dialect, Job, Outcome, TokenCount
+from router.job import REQUEST_ID_HEADER, SESSION_HEADER, ChoiceState, Dialect, Job, Outcome, TokenCount
 from router.keys import FLEET, GRAMMARS, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT
 from router.metrics import RequestClock
 from router.plan import Ask, ModelLimits, Plan
@@ -56,7 +56,7 @@ async def serve(
         MoerelayError: before the first byte of the answer; the middleware turns later ones into an error event.
     """
     job = await _job(request, clock, incoming, ask)
-    with request.app[LIVE].register(job.request_id) as live:
+    with request.app[LIVE].register(job.request_id, request.headers.get(SESSION_HEADER)) as live:
         answer = _Stream(request, job, dialect) if incoming.stream else _WholeAnswer(request, job, dialect)
         await request.app[PIPELINE].run(job.plans, answer.take, live, request.app[METRICS])
         return await answer.end()

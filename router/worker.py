@@ -11,6 +11,7 @@ import grpc
 from common.errors import MoerelayError, WorkerLostError
 from common.pb import decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from common.rpc import channel_options
+from router.breaker import Breaker
 from router.calls import worker_errors
 from router.failure import Failure
 from router.worker_state import State, WorkerState
@@ -52,7 +53,8 @@ class Worker:
         self.was_asked = False
         #: Whoever lists workers lists this one; set by the fleet.
         self.listed = True
-        self.last_used = 0
+        #: Whether it does what it is given.
+        self.breaker = Breaker()
         self._state = WorkerState(silence_limit_s)
         self._dependents: set[Failure] = set()
         self._dependents_at_heartbeat = 0
@@ -62,6 +64,11 @@ class Worker:
     @property
     def id(self) -> str:
         return self.status.worker_id if self.status else self.address
+
+    @property
+    def key(self) -> str:
+        """Names this start of the worker; equal in every router that has heard it."""
+        return self.status.instance_id if self.status and self.status.instance_id else self.address
 
     @property
     def state(self) -> State:
@@ -126,6 +133,7 @@ class Worker:
             return
         if self.status is not None and self.status.instance_id != status.instance_id:
             self._fail_dependents(f"worker {self.id} was restarted")
+            self.breaker = Breaker()
         self.status = status
         self._dependents_at_heartbeat = len(self._dependents)
         self._state.heard(time.monotonic(), draining=status.draining)
@@ -134,6 +142,19 @@ class Worker:
         """Ends a request, or one of its choices; False if the worker knows no such request. Raises MoerelayError."""
         with worker_errors(self.id):
             return (await self.control.Abort(request, timeout=timeout_s)).found
+
+    async def connect(self) -> None:
+        """Returns when there is a connection. Raises WorkerLostError as soon as the worker refuses one."""
+        state = self.channel.get_state(try_to_connect=True)
+        while state is not grpc.ChannelConnectivity.READY:
+            if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+                raise WorkerLostError(f"worker {self.id} refuses connections", unreachable=True)
+            await self.channel.wait_for_state_change(state)
+            state = self.channel.get_state(try_to_connect=True)
+
+    def drains(self) -> None:
+        """A request was refused because the worker drains: it gets no other."""
+        self._state.drains()
 
     def suspect(self) -> None:
         """A request found the worker gone: it gets no other until the next heartbeat is answered."""

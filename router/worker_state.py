@@ -39,6 +39,10 @@ class WorkerState:
         """A request found the worker gone. Many requests may do so at once, so this alone never makes it dead."""
         self._misses = max(self._misses, 1)
 
+    def drains(self) -> None:
+        """A request was told so, before any heartbeat was."""
+        self._draining = True
+
     def at(self, now: float) -> State:
         if self._misses >= MISSES_UNTIL_DEAD:
             return State.DEAD

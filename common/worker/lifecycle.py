@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.errors import UnavailableError
+from common.errors import NotTakenError, UnavailableError
 
 
 class Lifecycle:
@@ -29,10 +29,11 @@ class Lifecycle:
             admitted: the call belongs to a request that another worker has admitted, so a pause does not refuse it.
 
         Raises:
-            UnavailableError: the worker is draining or paused.
+            NotTakenError: the worker is draining.
+            UnavailableError: it is paused.
         """
         if self.draining:
-            raise UnavailableError("the worker is draining and takes no new requests")
+            raise NotTakenError("the worker is draining and takes no new requests")
         if self.paused and not admitted:
             raise UnavailableError("the worker is paused and takes no new requests")
         self._live += 1

@@ -8,7 +8,6 @@ from common.pb import types_pb2, worker_pb2
 from common.rpc import PROTOCOL_VERSION
 from router.keys import FLEET
 from router.pairing import Member, leader
-from router.placement import Candidate, choose
 from router.worker_state import State, WorkerState
 from tests.fakes.fake_workers import FakeWorker, Script, description
 from tests.unit.router.cluster import Cluster, over, running
@@ -193,12 +192,6 @@ async def test_idle_workers_take_turns() -> None:
             await cluster.canary()
         assert [len(worker.decode_requests) for worker in cluster.decode] == [2, 2, 2]
         assert [len(worker.prefill_requests) for worker in cluster.prefill] == [3, 3]
-
-
-def test_placement_prefers_the_least_loaded_then_the_longest_unused() -> None:
-    busy, idle, recent = Candidate("busy", 3, 0), Candidate("idle", 1, 4), Candidate("recent", 1, 9)
-    assert choose([busy, recent, idle]) == "idle"
-    assert choose([busy, recent]) == "recent"
 
 
 def test_a_worker_is_dead_until_it_is_heard() -> None:
