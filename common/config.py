@@ -143,7 +143,9 @@ class PreemptionSettings(LogSettings):
 class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings):
     """One prefill or decode worker."""
 
-    worker_id: str = Field("", description="Unique name in the cluster; default: role and port.")
+    worker_id: str = Field(
+        "", description="Unique name in the cluster; default: role and port, with the address beyond loopback."
+    )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Port = Field(0, description="gRPC port; 0 takes a free one.")
     advertise_address: str | None = Field(

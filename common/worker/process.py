@@ -2,10 +2,11 @@
 
 import os
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from common.config import WorkerSettings
+from common.config import WorkerSettings, is_loopback
 from common.handoff.messages import HandoffIdentity
 from common.messages import ROLE_NAMES
 from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
@@ -16,10 +17,21 @@ from common.worker.metrics import WorkerMetrics, control_metrics, engine_metrics
 from common.worker.server import WorkerServer
 from common.worker.service import RoleService, WorkerIdentity, WorkerService
 
+#: Where a worker may listen without saying at which address others reach it.
+_ALL_ADDRESSES = ("0.0.0.0", "[::]")
+
 
 def new_instance_id() -> str:
     """Names one process start, so that a peer notices that a worker was replaced."""
     return secrets.token_hex(8)
+
+
+def default_worker_id(role: str, address: str) -> str:
+    """`decode-7002` on loopback; beyond it, where other machines use the same port, `decode-d0.example:7002`."""
+    host, _, port = address.rpartition(":")
+    if is_loopback(host.strip("[]")):
+        return f"{role}-{port}"
+    return f"{role}-{socket.gethostname()}:{port}" if host in _ALL_ADDRESSES else f"{role}-{address}"
 
 
 @asynccontextmanager
@@ -47,7 +59,7 @@ def add_worker_service(
 ) -> tuple[str, WorkerMetrics]:
     """Registers the Worker service; returns its full name and the metrics that the role adds its own to."""
     name = ROLE_NAMES[role]
-    worker_id = settings.worker_id or f"{name}-{server.address.rpartition(':')[2]}"
+    worker_id = settings.worker_id or default_worker_id(name, server.address)
     metrics = WorkerMetrics(name, worker_id)
     metrics.add_process()
     engine_metrics(metrics, core.engine)
