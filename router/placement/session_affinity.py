@@ -1,4 +1,4 @@
-"""Session stickiness: all prompts of a session go to one worker, unless that has far too much to do."""
+"""Session stickiness: all prompts of a session go to one worker, unless that has far too much to do already."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from router.placement.least_loaded import LeastLoaded
 from router.placement.rendezvous import highest, within_bound
 from router.placement.subject import Candidate, Subject
 
-#: How much more than the mean a worker may get. Twice the mean: whoever names sessions would rather wait than lose a
-#: cache, and several routers do not see the same loads.
-EXCESS = 1.0
+#: How much more than the mean a worker may get. Twice as much more as for a prefix: whoever names sessions would rather
+#: wait than lose a cache, and several routers do not see the same loads.
+EXCESS = 0.5
 
 
 class SessionAffinity:
