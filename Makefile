@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -n 2 --dist loadgroup
 BENCH_ARGS ?=
 PROFILE_ARGS ?=
 
-.PHONY: setup check test test-full demo bench profile format proto clean
+.PHONY: setup check test test-full demo bench profile docs format proto clean
 
 setup: $(VENV)/.installed
 
@@ -26,6 +26,9 @@ check: setup
 	$(BIN)/codespell
 	$(BIN)/python scripts/generate_proto.py --check
 	$(BIN)/python scripts/generate_openapi.py --check
+	$(BIN)/python scripts/generate_config_reference.py --check
+	$(BIN)/python scripts/generate_readme_numbers.py --check
+	$(BUILD_DOCS)
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
@@ -45,6 +48,12 @@ bench: setup
 profile: setup
 	$(BIN)/python -m benchmarks.profiling $(PROFILE_ARGS)
 
+# Every page is read anew, because warnings of pages that are not would be lost.
+BUILD_DOCS := $(BIN)/python -m sphinx -q -n -E -W --keep-going -d .site/.doctrees docs .site
+
+docs: setup
+	$(BUILD_DOCS)
+
 format: setup
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
@@ -52,6 +61,8 @@ format: setup
 proto: setup
 	$(BIN)/python scripts/generate_proto.py
 	$(BIN)/python scripts/generate_openapi.py
+	$(BIN)/python scripts/generate_config_reference.py
+	$(BIN)/python scripts/generate_readme_numbers.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .site .mypy_cache .ruff_cache .pytest_cache

@@ -1,12 +1,15 @@
 """Links between the pages lead somewhere, and what pages say about flags, errors and routes is what the code has."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from common.config import RouterSettings, UpSettings
+from common.config import UpSettings
 from common.errors import HTTP_TABLE
+from common.settings_loader import SETTINGS
+from deploy.cli import COMMANDS
 from router.surface import CONTROL, PUBLIC
 
 ROOT = Path(__file__).parents[2]
@@ -16,8 +19,8 @@ LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 FLAG = re.compile(r"`--([a-z][a-z-]+)[^`]*`")
 CODE = re.compile(r"^```.*?^```", re.M | re.S)
 
-#: Flags of the commands that have no settings.
-OF_COMMANDS = {"config", "seed", "oracle", "dump", "prompt", "set", "rate", "workers", "json"}
+#: Flags of other programs that pages name, and --config, which is no setting.
+OF_OTHERS = {"config"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -35,12 +38,19 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
 
 
+def all_flags() -> set[str]:
+    """Of every setting and every command."""
+    found = {name.replace("_", "-") for cls in SETTINGS for name in cls.model_fields}
+    for module, _ in COMMANDS.values():
+        if command_line := getattr(import_module(module), "command_line", None):
+            found |= {flag[2:] for flag in re.findall(r"--[a-z][a-z-]+", command_line().format_help())}
+    return found | OF_OTHERS
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_exist(page: str) -> None:
-    settings = {name.replace("_", "-") for cls in (UpSettings, RouterSettings) for name in cls.model_fields}
     named = {flag.removeprefix("no-") for flag in FLAG.findall((ROOT / page).read_text())}
-    workers = {"advertise-address", "handoff-endpoint", "role", "worker-id"}
-    assert named <= settings | workers | OF_COMMANDS
+    assert named <= all_flags()
 
 
 def row_of(page: str, first_cell: str) -> str:

@@ -1,0 +1,52 @@
+"""Sphinx builds these pages; every warning is an error, so that a broken link or anchor fails `make check`.
+
+The pages are plain Markdown that reads the same in the repository: the navigation is made of the lists of links in
+index.md, and links out of docs/ become downloads of the file that they name.
+"""
+
+import re
+from collections.abc import Iterator
+
+from sphinx.application import Sphinx
+
+project = "moerelay"
+author = "the moerelay authors"
+extensions = ["myst_parser"]
+exclude_patterns = ["conf.py"]
+html_theme = "furo"
+html_title = "moerelay"
+html_show_copyright = False
+html_show_sphinx = False
+#: Headings down to this level are anchors, spelled as the repository's pages spell them.
+myst_heading_anchors = 4
+myst_enable_extensions = ["strikethrough"]
+#: Blocks are copied and run as they are; quotes and dashes stay what was written.
+smartquotes = False
+#: Blocks of JSON, TOML and the like may be shortened with "…", which no lexer knows.
+suppress_warnings = ["misc.highlighting_failure", "toc.not_included"]
+nitpicky = True
+
+_PAGE = re.compile(r"\]\(([\w./-]+)\.md\)")
+#: A Markdown file outside of docs/, from a page directly in it.
+_OUTSIDE = re.compile(r"\]\((\.\./[\w./-]+\.md)(?:#[\w-]+)?\)")
+
+
+def _navigation(text: str) -> Iterator[str]:
+    """One hidden toctree per section of index.md that lists pages; the first link of a line is the page."""
+    for section in re.split(r"^## ", text, flags=re.M)[1:]:
+        title, _, body = section.partition("\n")
+        pages = [found[1] for line in body.splitlines() if line.startswith("|") and (found := _PAGE.search(line))]
+        if pages:
+            yield "\n".join(["```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```", ""])
+
+
+def _prepare(app: Sphinx, docname: str, content: list[str]) -> None:
+    if docname == "index":
+        content[0] += "\n" + "\n".join(_navigation(content[0]))
+    if "/" not in docname:
+        # MyST takes every .md for a page of its own unless told that it is a file.
+        content[0] = _OUTSIDE.sub(r"](path:\1)", content[0])
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _prepare)
