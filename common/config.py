@@ -109,7 +109,18 @@ class ModelSettings(LogSettings):
             raise ValueError(f"{', '.join(wide)} must be 1: routing rows cannot follow a model that is split this way")
 
 
-class LinkSettings(LogSettings):
+class TraceSettings(LogSettings):
+    """Where every process sends what it traces; needs the extra `tracing`."""
+
+    otlp_traces_endpoint: str | None = Field(
+        None, description="Trace requests: http://HOST:PORT of an OTLP collector (gRPC), or file:PATH; default: do not."
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of requests that are traced, unless the client's traceparent says."
+    )
+
+
+class LinkSettings(TraceSettings):
     """What router and workers do the same way."""
 
     max_message_bytes: ByteSize = Field(64 * 2**20, description="Largest gRPC message, both ways; rows need 2MiB.")

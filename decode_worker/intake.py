@@ -9,14 +9,18 @@ from common.engine.request import RequestId
 from common.errors import HandoffError
 from common.prompt_logprobs import PromptLogprobs
 from common.sampling import SampledToken
+from common.worker.spans import RequestSpans
 from decode_worker.outbox import Outbox
 
 
 class Intake:
     """The receiver's handler. Knows the outbox of every request that waits for a handoff."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, engine: Engine, spans: RequestSpans | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine = engine
+        self._spans = spans or RequestSpans()
         self._clock = clock
         self._outboxes: dict[RequestId, Outbox] = {}
         self.num_failed = 0
@@ -44,10 +48,12 @@ class Intake:
         """The whole prompt is in the leased slots; `num_cached` of its tokens were not computed for it."""
         arrived = self._clock()
         self._engine.commit_handoff(request_id, first_tokens, num_cached)
-        self._engine.run_between_steps(partial(self._committed, arrived))
+        self._engine.run_between_steps(partial(self._committed, request_id, arrived))
 
-    def _committed(self, arrived: float) -> None:
-        self.observe_commit(self._clock() - arrived)
+    def _committed(self, request_id: RequestId, arrived: float) -> None:
+        took_s = self._clock() - arrived
+        self.observe_commit(took_s)
+        self._spans.past(request_id, "take_over", took_s)
 
     def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
         """The handoff will not be completed; the RPC handler frees the blocks when it sees the error."""

@@ -13,21 +13,27 @@ from common.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from common.process import host_port
 from common.worker.core import WorkerCore, build_core
 from common.worker.lifecycle import Lifecycle
-from common.worker.metrics import WorkerMetrics
 from common.worker.own_address import advertised
-from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine
+from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine, tracing_of
 from common.worker.server import WorkerServer
 from decode_worker.intake import Intake
+from decode_worker.metrics import handoff_metrics
 from decode_worker.service import DecodeService
 
 
 async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> None:
     """Serves until told to stop; everything it opened is closed when it returns."""
-    core = build_core(settings, path, config, swap_space_bytes=settings.swap_space)
+    with tracing_of(settings, "decode") as tracing:
+        await _serve(
+            settings, build_core(settings, path, config, swap_space_bytes=settings.swap_space, tracing=tracing)
+        )
+
+
+async def _serve(settings: DecodeSettings, core: WorkerCore) -> None:
     lifecycle = Lifecycle()
     server = WorkerServer(settings, lifecycle)
     instance_id = new_instance_id()
-    intake = Intake(core.engine)
+    intake = Intake(core.engine, core.spans)
     async with running_engine(core), _handoffs(settings, core, intake, instance_id) as (receiver, endpoint):
         service = DecodeService(
             core, receiver, intake, lifecycle, local_prefill_max_tokens=settings.local_prefill_max_tokens
@@ -43,7 +49,7 @@ async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> No
             handoff_endpoint=endpoint,
         )
         if receiver is not None:
-            _handoff_metrics(metrics, receiver, intake)
+            handoff_metrics(metrics, receiver, intake)
             service.local_prefills.register(metrics)
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
         own_service = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
@@ -74,21 +80,7 @@ async def _handoffs(
             credit_bytes=settings.handoff_credit_bytes,
             known_versions=lambda: core.engine.known_weight_versions,
             handler=intake,
+            tracing=core.spans.tracing,
         ) as receiver,
     ):
         yield receiver, listener.endpoint
-
-
-#: From an idle engine, which takes a prompt over at once, to one whose step is a long prompt's.
-COMMIT_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-
-
-def _handoff_metrics(metrics: WorkerMetrics, receiver: HandoffReceiver, intake: Intake) -> None:
-    metrics.counter("handoff_bytes", "Bytes of KV and routing rows received.", lambda: receiver.bytes_received)
-    metrics.counter("routing_rows_received", "Routing rows received.", lambda: receiver.rows_received)
-    metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: intake.num_failed)
-    metrics.counter("handoff_discarded", "Messages for leases that were over.", lambda: receiver.num_discarded)
-    metrics.counter("handoff_malformed", "Messages that could not be read.", lambda: receiver.num_malformed)
-    intake.observe_commit = metrics.histogram(
-        "handoff_commit_seconds", "A handoff's last message to the engine's next step.", COMMIT_BUCKETS
-    )

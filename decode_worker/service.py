@@ -98,6 +98,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._lifecycle.serving(),
             self._core.bridge.subscribed(request_id, outbox),
             structlog.contextvars.bound_contextvars(request_id=request_id),
+            self._core.spans.served("decode", request_id, context),
         ):
             call = self._live[request_id] = _Call(request.sampling.n)
             try:

@@ -7,16 +7,21 @@ from common.handoff.sender import HandoffSender
 from common.handoff.zmq_channel import ZmqConnector
 from common.model.config import ModelConfig
 from common.pb import prefill_pb2, prefill_pb2_grpc, types_pb2
-from common.worker.core import build_core
+from common.worker.core import WorkerCore, build_core
 from common.worker.lifecycle import Lifecycle
-from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine
+from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine, tracing_of
 from common.worker.server import WorkerServer
+from prefill_worker.metrics import handoff_metrics
 from prefill_worker.service import PrefillService
 
 
 async def serve(settings: PrefillSettings, path: Path, config: ModelConfig) -> None:
     """Serves until told to stop; everything it opened is closed when it returns."""
-    core = build_core(settings, path, config)
+    with tracing_of(settings, "prefill") as tracing:
+        await _serve(settings, build_core(settings, path, config, tracing=tracing))
+
+
+async def _serve(settings: PrefillSettings, core: WorkerCore) -> None:
     lifecycle = Lifecycle()
     server = WorkerServer(settings, lifecycle)
     instance_id = new_instance_id()
@@ -37,9 +42,7 @@ async def serve(settings: PrefillSettings, path: Path, config: ModelConfig) -> N
             role_service=service,
             instance_id=instance_id,
         )
-        metrics.counter("handoff_bytes", "Bytes of KV and routing rows shipped.", lambda: service.stats.bytes_sent)
-        metrics.counter("routing_rows_shipped", "Routing rows shipped.", lambda: service.stats.rows_sent)
-        metrics.counter("handoff_failures", "Handoffs that ended in an error.", lambda: service.stats.num_failed)
+        handoff_metrics(metrics, service.stats)
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
         own_service = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
         await server.run([worker_service, own_service], core.engine_ended())

@@ -2,8 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import grpc
@@ -17,9 +15,11 @@ from common.handoff.messages import Generation, TransferId
 from common.handoff.sender import HandoffSender, Transfer
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.prompt_logprobs import PromptLogprobs
+from common.tracing import current_span
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
 from common.worker.requests import engine_request as to_engine_request
+from prefill_worker.handoff_stats import HandoffStats
 
 log = structlog.get_logger()
 
@@ -66,28 +66,6 @@ class Prompts:
         return replace(self._latest, prompt_logprobs=PromptLogprobs(np.concatenate(unseen)) if unseen else None)
 
 
-class HandoffStats:
-    """What this worker has handed over since it started."""
-
-    def __init__(self) -> None:
-        self.bytes_sent = 0
-        self.rows_sent = 0
-        self.num_failed = 0
-
-    @contextmanager
-    def counted(self, transfer: Transfer, *, routing: bool) -> Iterator[None]:
-        """Adds one transfer's payload, however it ends; an exception other than cancellation is a failure."""
-        begin = transfer.position
-        try:
-            yield
-        except MoerelayError:
-            self.num_failed += 1
-            raise
-        finally:
-            self.bytes_sent += transfer.num_bytes_sent
-            self.rows_sent += (transfer.position - begin) if routing else 0
-
-
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """One call per prompt; whatever ends the call frees the request's blocks and ends the transfer."""
 
@@ -121,6 +99,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._lifecycle.serving(admitted=True),
             self._core.bridge.subscribed(request_id, prompts),
             structlog.contextvars.bound_contextvars(request_id=request_id),
+            self._core.spans.served("prefill", request_id, context),
         ):
             self._prompts[request_id] = prompts
             try:
@@ -148,9 +127,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._core.engine.submit(request)
         async with self._sender.transfer(ref, routing=routing, num_top=num_top) as transfer:
             with self.stats.counted(transfer, routing=routing):
-                last, computed = await self._push(transfer, prompts)
-                num_computed = len(request.prompt) - last.num_cached
-                await transfer.finish(last.first_tokens, num_computed)
+                first = await prompts.next()
+                with current_span().child("handoff.send") as span, self.stats.timed():
+                    last, computed = await self._push(transfer, prompts, first)
+                    num_computed = len(request.prompt) - last.num_cached
+                    await transfer.finish(last.first_tokens, num_computed, span.traceparent)
         return prefill_pb2.PrefillReply(
             num_computed_tokens=num_computed,
             num_cached_tokens=last.num_cached,
@@ -159,14 +140,19 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             handoff_tail_s=time.monotonic() - computed,
         )
 
-    async def _push(self, transfer: Transfer, prompts: Prompts) -> tuple[PromptAdvanced, float]:
-        """Ships what the decode worker lacks as it is computed; returns what came with the prompt's end, and when."""
+    async def _push(
+        self, transfer: Transfer, prompts: Prompts, advanced: PromptAdvanced
+    ) -> tuple[PromptAdvanced, float]:
+        """Ships what the decode worker lacks as it is computed, beginning with what is there.
+
+        Returns what came with the prompt's end, and when.
+        """
         while True:
-            advanced = await prompts.next()
             computed = time.monotonic()
             await transfer.send_range(advanced.blocks, 0, advanced.computed, advanced.prompt_logprobs)
             if advanced.first_tokens:
                 return advanced, computed
+            advanced = await prompts.next()
 
 
 def _lease_ref(lease: prefill_pb2.Lease) -> LeaseRef:

@@ -67,6 +67,8 @@ class Lease:
     #: Positions [0, num_scored) have their prompt logprobs, if those travel.
     num_scored: int = 0
     next_seq: int = 0
+    #: When the first chunk came; None before.
+    began: float | None = None
     #: Connection that sends this handoff; the first message binds it.
     peer: bytes | None = None
     writing: bool = False
@@ -202,16 +204,17 @@ class LeaseBook:
         if isinstance(message, Renew):
             return Renewed()
         if isinstance(message, Chunk):
-            return self._on_chunk(lease, message)
+            return self._on_chunk(lease, message, now)
         if isinstance(message, Close):
             return self._on_close(lease, message)
         return self._failed(lease, FailureKind.ABORTED, f"the prefill worker gave up: {message.reason}")
 
-    def _on_chunk(self, lease: Lease, chunk: Chunk) -> Verdict:
+    def _on_chunk(self, lease: Lease, chunk: Chunk, now: float) -> Verdict:
         violation = self._violation(lease, chunk)
         if violation:
             return self._failed(lease, FailureKind.CORRUPT, f"chunk {chunk.seq} {violation}")
         lease.next_seq += 1
+        lease.began = now if lease.began is None else lease.began
         lease.num_scored += 0 if lease.num_top is None else chunk.scores_bytes // lease.score_bytes
         lease.writing = True
         return WriteChunk(lease)

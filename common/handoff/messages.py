@@ -12,12 +12,15 @@ import msgspec
 from common.sampling import SampledToken
 
 #: Version of everything in this module; raised by any change that an older worker could not follow.
-HANDOFF_PROTOCOL_VERSION = 4
+HANDOFF_PROTOCOL_VERSION = 5
 
 #: Number of a transfer on its decode worker, never reused while that process lives.
 TransferId = NewType("TransferId", int)
 #: Random tag of a lease; messages that do not carry it are discarded.
 Generation = NewType("Generation", int)
+
+#: Version 00 has 55 characters; later ones may have more.
+MAX_TRACEPARENT_CHARS = 256
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -134,13 +137,15 @@ class Chunk(_Addressed, frozen=True, kw_only=True, tag="chunk"):
     scores_checksum: Count
 
 
-class Close(_Addressed, frozen=True, kw_only=True, tag="close"):
+class Close(_Addressed, frozen=True, kw_only=True, omit_defaults=True, tag="close"):
     """P → D: all chunks are sent; the token that follows the prompt, for each choice."""
 
     num_chunks: Count
     #: Prompt tokens whose forward pass ran on P for this request; the others were in its prefix cache.
     num_computed: Count
     first_tokens: Annotated[tuple[SampledToken, ...], msgspec.Meta(min_length=1)]
+    #: Names the span that sent the handoff, as W3C's traceparent; empty if the request is not traced.
+    traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
 
 
 class Abort(_Addressed, frozen=True, kw_only=True, tag="abort"):

@@ -58,6 +58,7 @@ from common.kv.pool import BlockId
 from common.kv.store import KVStore
 from common.prompt_logprobs import PromptLogprobs, from_bytes
 from common.sampling import SampledToken
+from common.tracing import TRACING_OFF, Tracing
 
 #: Leases are checked this often within one timeout, so that an expiry is noticed at most an eighth of it late.
 EXPIRY_CHECKS_PER_TIMEOUT = 8
@@ -99,6 +100,7 @@ class HandoffReceiver:
         identity: what this worker is now; asked at each handshake, so that a connection outlives new weights.
         timeout_s: a lease without progress for this long expires.
         known_versions: labels of all weights that were in use here.
+        tracing: where the span of a handoff that was sent under one goes.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class HandoffReceiver:
         credit_bytes: int,
         known_versions: Callable[[], Collection[str]],
         handler: HandoffHandler,
+        tracing: Tracing = TRACING_OFF,
     ) -> None:
         self.bytes_received = 0
         self.rows_received = 0
@@ -121,6 +124,7 @@ class HandoffReceiver:
         self._identity = identity
         self._credit_bytes = credit_bytes
         self._handler = handler
+        self._tracing = tracing
         self._book = LeaseBook(
             token_bytes=store.layout.token_bytes,
             row_bytes=store.routing.row_bytes,
@@ -316,6 +320,8 @@ class HandoffReceiver:
         verdict = self._book.receive(message, peer, time.monotonic())
         if isinstance(verdict, Completed) and isinstance(message, Close):
             num_cached = verdict.lease.num_tokens - message.num_computed
+            now = time.monotonic()
+            self._tracing.received("handoff.receive", message.traceparent, now - (verdict.lease.began or now))
             self._handler.on_complete(RequestId(verdict.lease.request_id), message.first_tokens, num_cached)
             await self._send(peer, Done(transfer_id=message.transfer_id, generation=message.generation))
         else:

@@ -131,10 +131,11 @@ class Transfer:
             # Nothing above has to wait while there is credit; others on this event loop get their turn here.
             await asyncio.sleep(0)
 
-    async def finish(self, first_tokens: Sequence[SampledToken], num_computed: int) -> None:
+    async def finish(self, first_tokens: Sequence[SampledToken], num_computed: int, traceparent: str = "") -> None:
         """Sends the token that follows the prompt, for each choice; returns once the whole handoff is applied.
 
         `num_computed`: prompt tokens that were forwarded for this request, and not found in a cache.
+        `traceparent`: names the span of this transfer.
         """
         header = Close(
             transfer_id=self.lease.transfer_id,
@@ -142,6 +143,7 @@ class Transfer:
             num_chunks=self._core.num_chunks,
             num_computed=num_computed,
             first_tokens=tuple(first_tokens),
+            traceparent=traceparent,
         )
         frames = encode(header)
         self._raise_if_failed()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -25,9 +25,11 @@ from common.model.loader import LoadedModel, load_model
 from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
 from common.model.runner import ModelRunner, kv_layout
 from common.pb import types_pb2
+from common.tracing import TRACING_OFF, Tracing
 from common.worker.bridge import EngineBridge
 from common.worker.checkpoints import CheckpointLoader
 from common.worker.machine import WorkerCores, give_back_memory, keep_what_is_there, worker_cores
+from common.worker.spans import RequestSpans
 from common.worker.weights import Weights
 
 #: KV cache of a worker that was told nothing: enough for tens of thousands of tokens of a small model.
@@ -49,6 +51,7 @@ class WorkerCore:
     grammars: GrammarCompiler
     #: Computes in another store with the weights in use; on the engine thread, between steps.
     make_solo_runner: Callable[[KVStore], Runner]
+    spans: RequestSpans = field(default_factory=RequestSpans)
 
     @property
     def description(self) -> types_pb2.ModelDescription:
@@ -60,7 +63,14 @@ class WorkerCore:
         await asyncio.to_thread(self.engine.join)
 
 
-def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swap_space_bytes: int = 0) -> WorkerCore:
+def build_core(
+    settings: WorkerSettings,
+    path: Path,
+    config: ModelConfig,
+    *,
+    swap_space_bytes: int = 0,
+    tracing: Tracing = TRACING_OFF,
+) -> WorkerCore:
     """Loads the checkpoint and assembles the engine; the engine thread is not started yet.
 
     `swap_space_bytes`: host memory for sequences that are preempted, where some are.
@@ -108,7 +118,8 @@ def build_core(settings: WorkerSettings, path: Path, config: ModelConfig, *, swa
     weights = Weights(description, path, loader.load, partial(_use, runner, engine))
     engine.label_tokens(settings.weight_version)
     grammars = _grammars(path, config)
-    return WorkerCore(weights, cores, is_exact(device), store, engine, bridge, grammars, runner.beside)
+    spans = RequestSpans(tracing)
+    return WorkerCore(weights, cores, is_exact(device), store, engine, bridge, grammars, runner.beside, spans)
 
 
 def _grammars(path: Path, config: ModelConfig) -> GrammarCompiler:

@@ -13,6 +13,7 @@ from common.engine.request import RequestId
 from common.engine.stages import StageObserver
 from common.histogram import STAGE_BUCKETS, BucketCounts
 from common.worker.control import PauseState, WorkerControl
+from common.worker.spans import RequestSpans
 from common.worker.weights import Weights
 
 #: Reads one number at scrape time.
@@ -87,9 +88,13 @@ class WorkerMetrics(Collector):
 
 
 class StageTimes(StageObserver):
-    """Histograms of how long requests spend in each stage of an engine; vLLM's names, where it has the stage."""
+    """How long requests spend in each stage of an engine: histograms, with vLLM's names where it has the stage, and spans.
 
-    def __init__(self, metrics: WorkerMetrics) -> None:
+    A handoff is no span here: what happens meanwhile happens elsewhere.
+    """
+
+    def __init__(self, metrics: WorkerMetrics, spans: RequestSpans) -> None:
+        self._spans = spans
         self._queue = self._histogram(metrics, "request_queue_time", "Arrival to a seat and blocks.")
         self._prefill = self._histogram(metrics, "request_prefill_time", "Seat to first token, computed here.")
         self._handoff = self._histogram(metrics, "request_handoff_time", "Seat to prompt taken over.")
@@ -101,19 +106,22 @@ class StageTimes(StageObserver):
 
     def seated(self, request_id: RequestId, waited_s: float) -> None:
         self._queue(waited_s)
+        self._spans.past(request_id, "queue", waited_s)
 
     def prefilled(self, request_id: RequestId, took_s: float) -> None:
         self._prefill(took_s)
+        self._spans.past(request_id, "compute", took_s)
 
     def handed_over(self, request_id: RequestId, took_s: float) -> None:
         self._handoff(took_s)
 
     def decoded(self, request_id: RequestId, took_s: float) -> None:
         self._decode(took_s)
+        self._spans.past(request_id, "steps", took_s)
 
 
-def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
-    """What every worker reports about its engine."""
+def engine_metrics(metrics: WorkerMetrics, engine: Engine, spans: RequestSpans) -> None:
+    """What every worker reports about its engine. Of requests that are traced the stages become `spans`."""
     stats = engine.stats
     metrics.gauge("requests_running", "Sequences in the running batch.", lambda: engine.load().running)
     metrics.gauge("requests_waiting", "Sequences that wait for blocks.", lambda: engine.load().waiting)
@@ -133,7 +141,7 @@ def engine_metrics(metrics: WorkerMetrics, engine: Engine) -> None:
     _preemption_metrics(metrics, engine)
     _goodput_metrics(metrics, engine)
     metrics.counted("iteration_tokens_total", "Tokens of each forward pass.", stats.step_tokens)
-    engine.observe_stages(StageTimes(metrics))
+    engine.observe_stages(StageTimes(metrics, spans))
 
 
 def _usage(engine: Engine) -> float:

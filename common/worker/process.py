@@ -4,12 +4,13 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 
 from common.config import WorkerSettings, is_loopback
 from common.handoff.messages import HandoffIdentity
 from common.messages import ROLE_NAMES
 from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
+from common.tracing import Tracing, open_tracing
 from common.worker.control import WorkerControl
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
@@ -32,6 +33,12 @@ def default_worker_id(role: str, address: str) -> str:
     if is_loopback(host.strip("[]")):
         return f"{role}-{port}"
     return f"{role}-{socket.gethostname()}:{port}" if host in _ALL_ADDRESSES else f"{role}-{address}"
+
+
+def tracing_of(settings: WorkerSettings, service: str) -> AbstractContextManager[Tracing]:
+    """Where a worker's traces go, while it is entered. Raises ConfigError if they cannot."""
+    endpoint, ratio = settings.otlp_traces_endpoint, settings.trace_sample_ratio
+    return open_tracing(endpoint, ratio, service=service, instance=settings.worker_id)
 
 
 @asynccontextmanager
@@ -62,7 +69,7 @@ def add_worker_service(
     worker_id = settings.worker_id or default_worker_id(name, server.address)
     metrics = WorkerMetrics(name, worker_id)
     metrics.add_process()
-    engine_metrics(metrics, core.engine)
+    engine_metrics(metrics, core.engine, core.spans)
     control = WorkerControl(core.engine, core.store, core.weights, lifecycle, role_service)
     control_metrics(metrics, control, core.weights)
     identity = WorkerIdentity(worker_id, instance_id, role, os.getpid(), server.address, handoff_endpoint)

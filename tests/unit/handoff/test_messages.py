@@ -46,7 +46,7 @@ IDENTITY = HandoffIdentity(
 IDENTITY_BYTES = (
     b"\xde\x00\x10"
     b"\xabinstance_id\xa1i"
-    b"\xb0protocol_version\x04"
+    b"\xb0protocol_version\x05"
     b"\xabfingerprint\xa1f"
     b"\xaeweight_version\xa10"
     b"\xa8numerics\xa1n"
@@ -94,6 +94,19 @@ FROM_PREFILL: list[tuple[PrefillMessage, bytes]] = [
         ),
         b"\x86\xa4type\xa5close" + ADDRESS_BYTES + b"\xaanum_chunks\x02\xacnum_computed\x03"
         b"\xacfirst_tokens\x91\x85\xa8token_id\x05\xa7logprob\xc0\xa3top\x90\xa4mask\xc0\xaeweight_version\xa0",
+    ),
+    (
+        Close(
+            transfer_id=TRANSFER,
+            generation=GENERATION,
+            num_chunks=0,
+            num_computed=1,
+            first_tokens=(SampledToken(5),),
+            traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        ),
+        b"\x87\xa4type\xa5close" + ADDRESS_BYTES + b"\xaanum_chunks\x00\xacnum_computed\x01"
+        b"\xacfirst_tokens\x91\x85\xa8token_id\x05\xa7logprob\xc0\xa3top\x90\xa4mask\xc0\xaeweight_version\xa0"
+        b"\xabtraceparent\xd9\x3700-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ),
     (
         Close(
@@ -148,7 +161,7 @@ FROM_DECODE: list[tuple[DecodeMessage, bytes]] = [
 
 
 def test_the_version_is_pinned_with_the_bytes() -> None:
-    assert HANDOFF_PROTOCOL_VERSION == 4
+    assert HANDOFF_PROTOCOL_VERSION == 5
 
 
 @pytest.mark.parametrize(("message", "golden"), FROM_PREFILL, ids=lambda value: type(value).__name__)
@@ -185,4 +198,4 @@ def test_the_first_difference_is_a_sentence_with_both_values() -> None:
 
 def test_another_version_is_named_before_anything_else() -> None:
     other = msgspec.structs.replace(IDENTITY, protocol_version=1, fingerprint="g")
-    assert first_difference(IDENTITY, other) == "the workers differ in protocol_version: 4 here, 1 on the other side"
+    assert first_difference(IDENTITY, other) == "the workers differ in protocol_version: 5 here, 1 on the other side"

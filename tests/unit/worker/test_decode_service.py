@@ -28,6 +28,7 @@ from common.worker.bridge import EngineBridge
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
 from common.worker.metrics import WorkerMetrics
+from common.worker.spans import RequestSpans
 from decode_worker.intake import Intake
 from decode_worker.service import DecodeService
 
@@ -92,6 +93,7 @@ class Rig:
             engine=self.engine,
             description=types_pb2.ModelDescription(routing_enabled=True),
             grammars=GrammarCompiler(None, 300, frozenset()),
+            spans=RequestSpans(),
         )
         intake = Intake(cast(Engine, self.engine))
         self.service = DecodeService(
