@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 import xxhash
 
 from common.handoff.frames import TARGET_PAYLOAD_BYTES, ChunkFrames
@@ -21,7 +20,7 @@ from common.prompt_logprobs import PromptLogprobs
 
 #: Copies up to this size take less time than handing them to another thread, and only few chunks are larger: a single
 #: token of a very large model.
-OFFLOAD_BYTES = 2 * TARGET_PAYLOAD_BYTES
+OFFLOAD_BYTES = TARGET_PAYLOAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,16 @@ def read_payload(
 
 def is_offloaded(store: KVStore, num_bytes: int) -> bool:
     """Whether a copy of so much KV belongs on another thread: it is long, or would wait for a device."""
-    return num_bytes > OFFLOAD_BYTES or store.device.type != "cpu"
+    return num_bytes > OFFLOAD_BYTES or not store.is_on_host
 
 
 def _read_kv(store: KVStore, slots: SlotArray, staging: Staging | None) -> memoryview:
     num_bytes = len(slots) * store.layout.token_bytes
-    if staging is None or not 0 < num_bytes <= staging.buffer_bytes:
-        return store.read_kv(slots).reshape(-1).view(torch.uint8).numpy().data
-    buffer = staging.lend(num_bytes)
-    store.read_kv_into(slots, torch.from_numpy(buffer).view(store.layout.dtype).view(store.kv_shape(len(slots))))
+    if staging is not None and 0 < num_bytes <= staging.buffer_bytes:
+        buffer = staging.lend(num_bytes)
+    else:
+        buffer = np.empty(num_bytes, np.uint8)
+    store.read_kv_bytes(slots, buffer)
     return buffer.data
 
 
@@ -99,10 +99,7 @@ def write_payload(store: KVStore, blocks: Sequence[BlockId], frames: ChunkFrames
     if chunk.start == chunk.end:
         return None
     slots = slots_of(blocks, chunk.start, chunk.end, store.layout.block_size)
-    kv = frames.kv
-    # torch wants memory that it could write to; transports give such memory, but for very small frames.
-    flat = torch.frombuffer(bytearray(kv) if kv.readonly else kv, dtype=store.layout.dtype)
-    store.write_kv(slots, flat.view(store.kv_shape(len(slots))))
+    store.write_kv_bytes(slots, frames.kv)
     if frames.rows.nbytes:
         store.write_rows(slots, store.routing.from_bytes(frames.rows, len(slots)))
     return None

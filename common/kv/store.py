@@ -5,15 +5,18 @@ token. Slot `s` is token `s % block_size` of block `s // block_size`. KV lives o
 because they leave over the network.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from common.errors import RoutingMissingError
-from common.kv.copies import Copies, SlotArray, copies_on, runs_of
+from common.kv.copies import Copies, SlotArray, copies_of, runs_of
 from common.kv.pool import BlockId
+from common.model.native.interface import Memory
 from common.routing.record import RoutingArray, RoutingLayout
 
 
@@ -39,9 +42,19 @@ def slots_of(blocks: Sequence[BlockId], start: int, end: int, block_size: int) -
     """Slots of positions [start, end) of a sequence that owns `blocks`, int64 [end - start]."""
     # Of the blocks only those that hold the positions are looked at: a long sequence has thousands.
     first = start // block_size
-    positions = np.arange(start - first * block_size, end - first * block_size)
-    held = np.asarray(blocks[first : -(-end // block_size)], np.int64)
-    return held[positions // block_size] * block_size + positions % block_size
+    held = _slots_in(blocks[first : -(-end // block_size)], block_size)
+    return held[start - first * block_size : end - first * block_size]
+
+
+def _slots_in(blocks: Sequence[int], block_size: int) -> SlotArray:
+    """All slots of the blocks, in order."""
+    starts = np.array(blocks, np.int64) * block_size
+    return (starts[:, None] + _offsets(block_size)).reshape(-1)
+
+
+@functools.cache
+def _offsets(block_size: int) -> SlotArray:
+    return np.arange(block_size)
 
 
 class KVStore:
@@ -52,7 +65,7 @@ class KVStore:
 
     Args:
         poison: fill freed blocks with NaN (KV) so that any use of stale data shows at once.
-        copies: how slots are read and written; None: the fastest way on `device`.
+        copies: makes what reads and writes the slots of K and V.
     """
 
     def __init__(
@@ -63,7 +76,7 @@ class KVStore:
         device: torch.device,
         *,
         poison: bool = False,
-        copies: Copies | None = None,
+        copies: Callable[[torch.Tensor], Copies] = copies_of,
     ) -> None:
         self.layout = layout
         self.routing = routing
@@ -71,7 +84,8 @@ class KVStore:
         self.poison = poison
         num_slots = num_blocks * layout.block_size
         self.device = device
-        self._copies = copies or copies_on(device)
+        self.is_on_host = device.type == "cpu"
+        self._new_copies = copies
         self.rows_SLK: RoutingArray = routing.empty(num_slots)
         self._row_written = np.zeros(num_slots, np.bool_)
         self.restore()
@@ -80,23 +94,23 @@ class KVStore:
         """Allocates K and V; every block is blank. Raises what torch raises when memory is out: RuntimeError."""
         layout = self.layout
         num_slots = self.num_blocks * layout.block_size
-        self.kv_LCSGD = torch.zeros(
-            (layout.num_layers, layout.num_planes, num_slots, layout.num_kv_heads, layout.head_dim),
-            dtype=layout.dtype,
-            device=self.device,
-        )
+        shape = (layout.num_layers, layout.num_planes, num_slots, layout.num_kv_heads, layout.head_dim)
+        self._set_kv(torch.zeros(shape, dtype=layout.dtype, device=self.device))
         if self.poison:
             self._poison(range(1, self.num_blocks))
 
     def release(self) -> None:
         """Gives the memory of K and V back until `restore`. No block may be in use; routing rows stay allocated."""
-        self.kv_LCSGD = torch.empty(0, dtype=self.layout.dtype, device=self.device)
+        self._set_kv(torch.empty((0,) * 5, dtype=self.layout.dtype, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _set_kv(self, kv_LCSGD: torch.Tensor) -> None:
+        self.kv_LCSGD, self._copies = kv_LCSGD, self._new_copies(kv_LCSGD)
+
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Makes newly allocated blocks blank: zero K and V, no routing row. Masked attention reads zeros, never NaN."""
-        for run in runs_of(self._block_slots(blocks)):
+        for run in runs_of(_slots_in(blocks, self.layout.block_size)):
             self.kv_LCSGD[:, :, run.slots] = 0
             self._row_written[run.slots] = False
 
@@ -104,18 +118,14 @@ class KVStore:
         """Forgets the rows of freed blocks; with `poison` also ruins their content."""
         if not blocks:  # also while the memory is given back, when there is nothing to free
             return
-        self._row_written[self._block_slots(blocks)] = False
+        self._row_written[_slots_in(blocks, self.layout.block_size)] = False
         if self.poison:
             self._poison(blocks)
 
     def _poison(self, blocks: Iterable[int]) -> None:
-        for run in runs_of(self._block_slots(list(blocks))):
+        for run in runs_of(_slots_in(list(blocks), self.layout.block_size)):
             self.kv_LCSGD[:, :, run.slots] = float("nan")
             self.rows_SLK[run.slots] = np.iinfo(self.rows_SLK.dtype).max
-
-    def _block_slots(self, blocks: Sequence[int]) -> SlotArray:
-        starts = np.asarray(blocks, np.int64) * self.layout.block_size
-        return (starts[:, None] + np.arange(self.layout.block_size)).reshape(-1)
 
     def has_rows(self, block: BlockId) -> bool:
         """Every slot of the block has its routing row."""
@@ -125,16 +135,20 @@ class KVStore:
     def read_kv(self, slots: SlotArray) -> torch.Tensor:
         """Contiguous host copy [L, C, n, G, D] of the given slots, in order."""
         out_LCNGD = torch.empty(self.kv_shape(len(slots)), dtype=self.layout.dtype)
-        self.read_kv_into(slots, out_LCNGD)
+        self.read_kv_bytes(slots, _bytes_of(out_LCNGD))
         return out_LCNGD
 
-    def read_kv_into(self, slots: SlotArray, out_LCNGD: torch.Tensor) -> None:
-        """As `read_kv`, into contiguous host memory that is there already."""
-        self._copies.gather(self.kv_LCSGD, slots, out_LCNGD)
+    def read_kv_bytes(self, slots: SlotArray, to: Memory) -> None:
+        """As `read_kv`, into memory that is there already: `token_bytes` per slot."""
+        self._copies.gather(slots, to)
 
     def write_kv(self, slots: SlotArray, kv_LCNGD: torch.Tensor) -> None:
         """Stores [L, C, n, G, D] into the given slots, in order."""
-        self._copies.scatter(self.kv_LCSGD, slots, kv_LCNGD)
+        self.write_kv_bytes(slots, _bytes_of(kv_LCNGD.to("cpu", self.layout.dtype).contiguous()))
+
+    def write_kv_bytes(self, slots: SlotArray, source: Memory) -> None:
+        """As `write_kv`, from memory that holds the bytes of such a tensor."""
+        self._copies.scatter(slots, source)
 
     def kv_shape(self, num_tokens: int) -> tuple[int, int, int, int, int]:
         """[L, C, n, G, D] of so many tokens."""
@@ -152,10 +166,10 @@ class KVStore:
         Raises:
             RoutingMissingError: a slot has no row, because no forward pass or handoff wrote it.
         """
-        if not self._row_written[slots].all():
-            missing = int(np.argmin(self._row_written[slots]))
+        missing = self._row_written[slots].tobytes().find(0)
+        if missing >= 0:
             raise RoutingMissingError(f"the routing row at offset {missing} of {len(slots)} was never recorded")
-        return self.rows_SLK[slots]
+        return self.rows_SLK.take(slots, 0)
 
     def read_row_range(self, blocks: Sequence[BlockId], start: int, end: int) -> RoutingArray:
         """Copy [end - start, L, K] of the rows of positions [start, end) of the sequence that owns `blocks`.
@@ -168,3 +182,9 @@ class KVStore:
             if self._row_written[slot]:
                 return self.rows_SLK[slot : slot + 1].copy()
         return self.read_rows(slots_of(blocks, start, end, size))
+
+
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a contiguous tensor of the host."""
+    found: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return found

@@ -40,6 +40,7 @@ from common.handoff.payload import OFFLOAD_BYTES, read_payload
 from common.kv.copies import SlotArray
 from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore
+from common.model.native.interface import Memory
 from tests.contract.rig import (
     FIRST_TOKENS,
     ROUTING,
@@ -423,7 +424,7 @@ async def test_more_handoffs_than_the_queues_are_made_for_are_refused(transport:
 
 # Ends of a lease that come while a chunk is being written.
 
-WIDE = KVLayout(num_layers=2, num_kv_heads=64, head_dim=1040, block_size=4, dtype=torch.bfloat16)
+WIDE = KVLayout(num_layers=2, num_kv_heads=64, head_dim=2080, block_size=4, dtype=torch.bfloat16)
 NUM_WIDE_BLOCKS = 6
 
 
@@ -435,10 +436,10 @@ class SlowStore(KVStore):
         self.gate = threading.Event()
         self.writing = threading.Event()
 
-    def write_kv(self, slots: SlotArray, kv_LCNGD: torch.Tensor) -> None:
+    def write_kv_bytes(self, slots: SlotArray, source: Memory) -> None:
         self.writing.set()
         assert self.gate.wait(20)
-        super().write_kv(slots, kv_LCNGD)
+        super().write_kv_bytes(slots, source)
 
 
 async def started_write(store: SlowStore, prefill: ScriptedPrefill, lease: LeaseRef) -> None:

@@ -4,6 +4,12 @@ address; 0 stands for none."""
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+#: Contiguous memory.
+Memory = memoryview | npt.NDArray[np.generic]
+
 
 class Linear(Protocol):
     def __call__(self, x: int, stride: int, num_rows: int, y: int) -> None:
@@ -116,11 +122,11 @@ class NativeModule(Protocol):
     bfloat16: TypedBfloat16
 
     def gather(
-        self, base: int, plane_bytes: int, num_planes: int, slot_bytes: int, slots: int, num_slots: int, to: int, /
+        self, base: int, plane_bytes: int, num_planes: int, slot_bytes: int, slots: Memory, to: Memory, /
     ) -> None:
-        """Copies slots of every plane, in order, to contiguous memory: `num_planes` times `num_slots` of them."""
+        """Copies slots (int64) of every plane, in order. Raises ValueError if the memory is of another size."""
 
     def scatter(
-        self, base: int, plane_bytes: int, num_planes: int, slot_bytes: int, slots: int, num_slots: int, source: int, /
+        self, base: int, plane_bytes: int, num_planes: int, slot_bytes: int, slots: Memory, source: Memory, /
     ) -> None:
         """Copies contiguous memory to the slots: the opposite of `gather`."""

@@ -1,13 +1,15 @@
 """The KV store: slot arithmetic, round trips, blank and ruined blocks, missing rows."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from common.errors import RoutingMissingError
-from common.kv.copies import MIN_READ_RUN, Copies, NativeCopies, Run, TorchCopies, copies_on, runs_of
+from common.kv.copies import MIN_READ_RUN, Copies, NativeCopies, Run, TorchCopies, copies_of, runs_of
 from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore, slots_of
 from common.model import native
@@ -16,9 +18,9 @@ from common.routing.record import RoutingArray, RoutingLayout
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype=torch.bfloat16)
 ROUTING = RoutingLayout(num_layers=3, top_k=2, num_experts=300)
 BLOCKS = [BlockId(5), BlockId(2), BlockId(7)]
-COPIES: dict[str, Copies] = {
-    "torch": TorchCopies(),
-    **{name: NativeCopies(native.load(name)) for name in native.available()},
+COPIES: dict[str, Callable[[torch.Tensor], Copies]] = {
+    "torch": TorchCopies,
+    **{name: partial(NativeCopies, native.load(name)) for name in native.available()},
 }
 
 
@@ -69,10 +71,10 @@ def test_kv_moves_alike_however_the_slots_lie(order: str, num_heads: int, copies
     expected = np.zeros((3, 2, 4 * num_blocks + 4, num_heads, 4), np.uint16)
     expected[:, :, slots] = bits
     np.testing.assert_array_equal(here.kv_LCSGD.view(torch.int16).numpy().view(np.uint16), expected)
-    out = torch.empty(here.kv_shape(len(slots)), dtype=torch.bfloat16)
-    here.read_kv_into(slots, out)
-    for got in (out, here.read_kv(slots)):
-        np.testing.assert_array_equal(got.view(torch.int16).numpy().view(np.uint16), bits)
+    out = np.empty(bits.shape, bits.dtype)
+    here.read_kv_bytes(slots, out)
+    for got in (out, here.read_kv(slots).view(torch.int16).numpy().view(np.uint16)):
+        np.testing.assert_array_equal(got, bits)
     # From memory that is not contiguous, as that of a copy of which only the end is wanted.
     here.write_kv(slots[5:], torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)[:, :, :-5])
     expected[:, :, slots[5:]] = bits[:, :, :-5]
@@ -80,9 +82,24 @@ def test_kv_moves_alike_however_the_slots_lie(order: str, num_heads: int, copies
 
 
 def test_native_copies_are_chosen_where_they_run() -> None:
-    chosen = copies_on(torch.device("cpu"))
-    assert isinstance(chosen, NativeCopies if native.available() else TorchCopies)
-    assert isinstance(copies_on(torch.device("meta")), TorchCopies)
+    cache = torch.zeros(1, 2, 4, 1, 1)
+    assert isinstance(copies_of(cache), NativeCopies if native.available() else TorchCopies)
+    assert isinstance(copies_of(cache.to("meta")), TorchCopies)
+
+
+@pytest.mark.parametrize("copies", sorted(COPIES.keys() - {"torch"}))
+def test_native_copies_refuse_memory_of_another_size(copies: str) -> None:
+    here = KVStore(LAYOUT, ROUTING, 8, torch.device("cpu"), copies=COPIES[copies])
+    slots, memory = slots_of(BLOCKS, 2, 9, 4), np.zeros(7 * LAYOUT.token_bytes + 1, np.uint8)
+    for wrong in (memory, memory[:-2], memory[:0]):
+        with pytest.raises(ValueError, match="size"):
+            here.read_kv_bytes(slots, wrong)
+        with pytest.raises(ValueError, match="size"):
+            here.write_kv_bytes(slots, wrong)
+    with pytest.raises((BufferError, ValueError), match=r"writ|read-only"):
+        here.read_kv_bytes(slots, memoryview(bytes(7 * LAYOUT.token_bytes)))
+    here.write_kv_bytes(slots, memory[:-1])
+    assert not here.kv_LCSGD.any()
 
 
 def test_runs_are_the_longest_stretches_of_neighbours() -> None:

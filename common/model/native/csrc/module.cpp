@@ -226,23 +226,46 @@ void bind(py::module_ module) {
   bind_layers<T>(module);
 }
 
+// The bytes of anything with Python's buffer interface, held while it lives.
+class Bytes {
+ public:
+  Bytes(const py::handle& object, bool writable) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+      throw py::error_already_set();
+  }
+  ~Bytes() { PyBuffer_Release(&view_); }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  char* data() const { return static_cast<char*>(view_.buf); }
+  int64_t size() const { return view_.len; }
+
+ private:
+  Py_buffer view_;
+};
+
+// Calls `copy` with the slots and the memory, and without the GIL. Raises ValueError if the sizes do not fit.
+template <typename Copy>
+void with_slots(Address base, int64_t plane_bytes, int num_planes, int64_t slot_bytes, const py::handle& slots,
+                const py::handle& memory, bool writable, const Copy& copy) {
+  const Bytes numbers(slots, false), bytes(memory, writable);
+  const int64_t num_slots = numbers.size() / int64_t{sizeof(int64_t)};
+  if (bytes.size() != num_slots * num_planes * slot_bytes)
+    throw py::value_error("slots and memory are not of one size");
+  const py::gil_scoped_release unlocked;
+  copy(Slots{at<char>(base), plane_bytes, num_planes, slot_bytes, reinterpret_cast<const int64_t*>(numbers.data()),
+             num_slots},
+       bytes.data());
+}
+
 void bind_slots(py::module_& module) {
-  module.def(
-      "gather",
-      [](Address base, int64_t plane_bytes, int num_planes, int64_t slot_bytes, Address slots, int64_t num_slots,
-         Address to) {
-        gather({at<char>(base), plane_bytes, num_planes, slot_bytes, at<const int64_t>(slots), num_slots},
-               at<char>(to));
-      },
-      Unlocked());
-  module.def(
-      "scatter",
-      [](Address base, int64_t plane_bytes, int num_planes, int64_t slot_bytes, Address slots, int64_t num_slots,
-         Address from) {
-        scatter({at<char>(base), plane_bytes, num_planes, slot_bytes, at<const int64_t>(slots), num_slots},
-                at<const char>(from));
-      },
-      Unlocked());
+  module.def("gather", [](Address base, int64_t plane_bytes, int num_planes, int64_t slot_bytes, py::handle slots,
+                          py::handle to) {
+    with_slots(base, plane_bytes, num_planes, slot_bytes, slots, to, true, gather);
+  });
+  module.def("scatter", [](Address base, int64_t plane_bytes, int num_planes, int64_t slot_bytes, py::handle slots,
+                           py::handle from) {
+    with_slots(base, plane_bytes, num_planes, slot_bytes, slots, from, false, scatter);
+  });
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ inline void copy_line(const char* from, char* to) {
 inline void copy_ahead(const char* from, char* to, int64_t size) {
   int64_t i = 0;
   for (; i + kCacheLine <= size; i += kCacheLine) {
-    __builtin_prefetch(from + i + kAhead);
+    __builtin_prefetch(from + i + kAhead, 0, 2);  // as far as the second level
     copy_line(from + i, to + i);
   }
   std::memcpy(to + i, from + i, size - i);
