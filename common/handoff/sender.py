@@ -109,7 +109,9 @@ class Transfer:
         assert start <= self.position, f"positions [{self.position}, {start}) were left out"
         num_scored = 0
         for cut in self._core.split(end, 0 if scores is None else len(scores)):
-            await self._wait_until(partial(self._core.has_credit, cut), "returned no credit")
+            if not self._core.has_credit(cut):
+                await self._wait_until(partial(self._core.has_credit, cut), "returned no credit")
+            self._raise_if_failed()
             seq, chunk_start = self._core.take(cut)
             part = None if scores is None else PromptLogprobs(scores[num_scored : num_scored + cut.num_scores])
             num_scored += cut.num_scores
@@ -153,6 +155,8 @@ class Transfer:
 
     async def _send(self, frames: Sequence[Frame]) -> None:
         self._raise_if_failed()
+        if self._session.try_send(frames):
+            return
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._session.send(frames)
