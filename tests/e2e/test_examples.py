@@ -1,4 +1,4 @@
-"""The examples, and the code of the documentation, against a running cluster."""
+"""The examples, against a running cluster."""
 
 import re
 import subprocess
@@ -14,14 +14,6 @@ from tests.e2e.cluster import Cluster, running_cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("examples")]
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
-
-#: Where the pages say that a cluster listens, and its control port.
-PUBLIC_URL, CONTROL_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
-#: What they call the checkpoint of the next training step.
-CHECKPOINT = "/checkpoints/42"
-CODE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
-COMMANDS = re.compile(r"^```bash\n(curl .*?)^```", re.M | re.S)
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +36,6 @@ def run(*command: str) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def here(text: str, cluster: Cluster, checkpoint: Path) -> str:
-    """The code of a page for this cluster."""
-    assert cluster.control_url
-    for theirs, ours in ((PUBLIC_URL, cluster.url), (CONTROL_URL, cluster.control_url), (CHECKPOINT, str(checkpoint))):
-        text = text.replace(theirs, ours)
-    return text
-
-
-def pages_with(pattern: re.Pattern[str]) -> list[str]:
-    return [page for page in PAGES if pattern.search((ROOT / page).read_text())]
-
-
-@pytest.mark.parametrize("page", pages_with(CODE))
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, cluster: Cluster, checkpoint: Path) -> None:
-    code = "\n".join(CODE.findall((ROOT / page).read_text()))
-    run(sys.executable, "-W", "error", "-c", here(code, cluster, checkpoint))
-
-
-@pytest.mark.parametrize("page", pages_with(COMMANDS))
-def test_the_commands_of_a_page_succeed(page: str, cluster: Cluster, checkpoint: Path) -> None:
-    commands = "\n".join(COMMANDS.findall((ROOT / page).read_text()))
-    failing = 'set -e; curl() { command curl -sS --fail-with-body "$@"; }\n'
-    run("bash", "-c", failing + here(commands, cluster, checkpoint))
 
 
 def example(name: str, *arguments: str) -> str:
