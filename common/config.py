@@ -15,6 +15,7 @@ from common.setting_types import (
     PlacementName,
     Port,
     Seconds,
+    SecondsOrNone,
     ThreadSplit,
     Words,
     WorkerSources,
@@ -79,6 +80,9 @@ class ModelSettings(LogSettings):
     slo_itl: Duration | None = Field(
         None, description="Time between tokens that streams are meant to keep to (50ms); bounds what steps compute."
     )
+    step_timeout_s: Seconds = Field(
+        8.0, description="A worker whose engine is busy with one step for longer is unhealthy until the step ends."
+    )
     max_waiting: int = Field(1024, gt=0, description="Requests that may wait for blocks; one more is refused (429).")
     enable_prefix_caching: CliImplicitFlag[bool] = Field(True, description="Keep KV of prompts, for later ones.")
     enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Capture and return routing rows.")
@@ -124,6 +128,9 @@ class LinkSettings(TraceSettings):
     """What router and workers do the same way."""
 
     max_message_bytes: ByteSize = Field(64 * 2**20, description="Largest gRPC message, both ways; rows need 2MiB.")
+    pre_stop_s: SecondsOrNone = Field(
+        1.0, description="How long new requests are still taken after SIGTERM, while everybody hears that it drains."
+    )
     drain_timeout_s: Seconds = Field(30.0, description="How long live requests may go on after SIGTERM.")
 
 
@@ -268,6 +275,9 @@ class UpSettings(ModelSettings, HandoffSettings, LocalPrefillSettings, Preemptio
     mode: Literal["disaggregated", "aggregated"] = Field("disaggregated", description="aggregated: no handoff.")
     host: str = Field("127.0.0.1", description="Address of the HTTP port.")
     port: Port = Field(8000, description="HTTP port; 0 takes a free one.")
+    pre_stop_s: SecondsOrNone = Field(
+        0.0, description="How long new requests are still taken after SIGTERM, while /ready says no."
+    )
     start_timeout_s: Seconds = Field(600.0, description="Time for every process to become ready.")
     cpus: CpuList | None = Field(None, description="Cpus for the whole cluster, e.g. 0-3,8; default: all it may use.")
     threads: ThreadSplit | None = Field(

@@ -93,6 +93,8 @@ WorkerSources = Annotated[list[Annotated[str, AfterValidator(_worker_source)]], 
 Words = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Port = Annotated[int, Field(ge=0, lt=_PORTS.stop)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: Seconds, or none.
+SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: Which worker takes a prompt; `router/placement/policies.py` has a class for each.
 PlacementName = Literal["prefix", "session", "least_loaded", "two_choices", "round_robin"]
 #: Seconds, or a number with its unit: 0.05, 50ms, 2s.

@@ -52,8 +52,10 @@ class LiveRequests:
         self._by_id: dict[str, LiveRequest] = {}
         #: Ids of single choices of live requests; no request may take one.
         self.choice_ids: set[str] = set()
-        #: Once set, live requests go on and new ones are refused.
+        #: Readiness says no. Set before `refusing`, so that load balancers have heard of it by then.
         self.draining = False
+        #: Once set, live requests go on and new ones are refused.
+        self.refusing = False
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -62,8 +64,8 @@ class LiveRequests:
 
     @contextmanager
     def register(self, request_id: str, session: str | None = None) -> Iterator[LiveRequest]:
-        """Raises DuplicateRequestError if something live has this id, UnavailableError while draining."""
-        if self.draining:
+        """Raises DuplicateRequestError if something live has this id, UnavailableError once `refusing`."""
+        if self.refusing:
             raise UnavailableError("the router is draining and takes no new requests")
         if request_id in self._by_id or request_id in self.choice_ids:
             raise DuplicateRequestError(f"a live request has the id {request_id!r} already", param="request_id")

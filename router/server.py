@@ -46,7 +46,7 @@ async def drain_when_stopped(app: web.Application, settings: RouterSettings, ann
     async with stop_signals() as stop:
         announce()
         await stop.wait()
-        drained = await drain_or_second_signal(_drain(app[LIVE], settings.drain_timeout_s), stop)
+        drained = await drain_or_second_signal(_drain(app[LIVE], settings), stop)
         log.info("router_stopping", drained=drained, unfinished=len(app[LIVE]))
         app[LIVE].fail_all(UnavailableError("the router was stopped before the request was finished"))
 
@@ -59,10 +59,17 @@ async def _listen_for_control(listeners: AsyncExitStack, app: web.Application, s
     return await listeners.enter_async_context(listening(control, settings.admin_host, settings.admin_port))
 
 
-async def _drain(live: LiveRequests, timeout_s: float) -> bool:
-    """Refuses new requests and lets live ones finish; whether all did in time."""
+async def _drain(live: LiveRequests, settings: RouterSettings) -> bool:
+    """Says that it is not ready, refuses new requests a while later, lets live ones finish; whether all did in time.
+
+    In between whoever sends requests finds out, and what is under way meanwhile is served.
+    """
     live.draining = True
-    log.info("router_draining", in_flight=len(live), timeout_s=timeout_s)
+    timeout_s, pre_stop_s = settings.drain_timeout_s, settings.pre_stop_s
+    log.info("router_draining", in_flight=len(live), timeout_s=timeout_s, pre_stop_s=pre_stop_s)
+    if pre_stop_s:
+        await asyncio.sleep(pre_stop_s)
+    live.refusing = True
     try:
         async with asyncio.timeout(timeout_s):
             await live.wait_empty()

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from common.arguments import ArgumentParser
 from common.config import DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings
-from common.setting_types import ByteAmount, ByteSize, CpuList, Duration, Port, Seconds, ThreadSplit
+from common.setting_types import ByteAmount, ByteSize, CpuList, Duration, Port, Seconds, SecondsOrNone, ThreadSplit
 from deploy.cli import COMMANDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -32,6 +32,7 @@ KINDS: list[tuple[object, str]] = [
     (ByteAmount, "size"),
     (Duration, "duration"),
     (Seconds, "seconds"),
+    (SecondsOrNone, "seconds"),
     (Port, "port"),
     (CpuList, "cpus"),
     (ThreadSplit, "threads"),
@@ -186,7 +187,9 @@ def _flags(parser: ArgumentParser) -> Iterator[str]:
 def _flag_row(action: argparse.Action) -> str:
     names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{(action.metavar or action.dest)!s}`"
     # The default has a column of its own.
-    meaning = re.sub(r"\(default: [^)]*\)*|^default: %\(default\)s", "", action.help or "").strip() % vars(action)
+    meaning = re.sub(
+        r" ?\(default: (%\(default\)s|[^)]*)\)|^default: %\(default\)s", "", action.help or ""
+    ).strip() % vars(action)
     return f"| {names} | {_flag_value(action)} | {_flag_default(action)} | {_cell(meaning)} |"
 
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -77,6 +78,8 @@ class Engine:
         self._settling: list[Future[None]] = []
         self._visits = Visits()
         self._load = self._core.load()
+        #: Of the running step, in seconds of `time.monotonic`; None between steps.
+        self._step_began_at: float | None = None
         self._num_threads = 1
         self._prepare: Callable[[], None] | None = None
         self._spare: Callable[[], bool] = _nothing_to_do
@@ -285,6 +288,11 @@ class Engine:
         """Live counts, at most one step old."""
         return self._load
 
+    def busy_s(self, now: float) -> float:
+        """How long the running step takes already, 0 between steps; `now` by `time.monotonic`."""
+        began_at = self._step_began_at
+        return 0.0 if began_at is None else now - began_at
+
     def check_invariants(self) -> list[str]:
         """Violations, one sentence each, found on the engine thread between two steps.
 
@@ -312,7 +320,7 @@ class Engine:
             while not self._stopping.is_set():
                 self._take_commands(wait=self._frozen or (idle and not self._use_spare_time()))
                 self._freeze_if_settled()
-                idle = not self._frozen and not self._core.step()
+                idle = not self._frozen and not self._step()
                 self._freeze_if_settled()
                 self._load = self._core.load()
                 self._emit(self._core.take_events())
@@ -327,6 +335,13 @@ class Engine:
                 wait = False
         except queue.Empty:
             return
+
+    def _step(self) -> bool:
+        self._step_began_at = time.monotonic()
+        try:
+            return self._core.step()
+        finally:
+            self._step_began_at = None
 
     def _use_spare_time(self) -> bool:
         """Whether something was done, or there is no time to spare."""

@@ -14,7 +14,9 @@ class Lifecycle:
         self._live = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        #: Says that it will take nothing new soon; set before `refusing`, so that everybody has heard of it by then.
         self.draining = False
+        self.refusing = False
         self.paused = False
 
     @property
@@ -29,10 +31,10 @@ class Lifecycle:
             admitted: the call belongs to a request that another worker has admitted, so a pause does not refuse it.
 
         Raises:
-            NotTakenError: the worker is draining.
+            NotTakenError: the worker drains, and says so for long enough.
             UnavailableError: it is paused.
         """
-        if self.draining:
+        if self.refusing:
             raise NotTakenError("the worker is draining and takes no new requests")
         if self.paused and not admitted:
             raise UnavailableError("the worker is paused and takes no new requests")
@@ -49,9 +51,16 @@ class Lifecycle:
         """Returns when no call is live."""
         await self._idle.wait()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuses new calls and waits for the live ones; False if some were still live after `timeout_s`."""
+    async def drain(self, timeout_s: float, pre_stop_s: float = 0.0) -> bool:
+        """Refuses new calls and waits for the live ones; False if some were still live after `timeout_s`.
+
+        `pre_stop_s`: how long it only says so before, and takes new calls all the same: whoever sends them asks for
+        `draining` now and then, and calls are under way.
+        """
         self.draining = True
+        if pre_stop_s:
+            await asyncio.sleep(pre_stop_s)
+        self.refusing = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

@@ -13,6 +13,7 @@ from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
 from common.tracing import Tracing, open_tracing
 from common.worker.control import WorkerControl
 from common.worker.core import WorkerCore
+from common.worker.engine_health import EngineHealth
 from common.worker.lifecycle import Lifecycle
 from common.worker.metrics import WorkerMetrics, control_metrics, engine_metrics
 from common.worker.server import WorkerServer
@@ -72,8 +73,10 @@ def add_worker_service(
     engine_metrics(metrics, core.engine, core.spans)
     control = WorkerControl(core.engine, core.store, core.weights, lifecycle, role_service)
     control_metrics(metrics, control, core.weights)
+    health = EngineHealth(core.engine, settings.step_timeout_s)
+    server.complaint = health.complaint
     identity = WorkerIdentity(worker_id, instance_id, role, os.getpid(), server.address, handoff_endpoint)
-    service = WorkerService(identity, core, lifecycle, metrics, role_service, control)
+    service = WorkerService(identity, core, lifecycle, metrics, role_service, control, health)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     return worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name, metrics
 

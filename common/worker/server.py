@@ -1,7 +1,7 @@
 """Serves one worker process: gRPC with health and reflection, until it is told to stop or its engine ends."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 import structlog
@@ -17,6 +17,9 @@ from common.worker.own_address import advertised
 
 log = structlog.get_logger()
 
+#: How often the health service asks whether the engine is stuck.
+HEALTH_INTERVAL_S = 0.5
+
 #: After draining (or at once on a second signal) calls that are still live get this long to unwind.
 STOP_GRACE_S = 1.0
 
@@ -28,6 +31,8 @@ class WorkerServer:
         self._settings = settings
         self._lifecycle = lifecycle
         self._health = health.aio.HealthServicer()
+        #: Why the worker is not healthy although it runs; asked now and then.
+        self.complaint: Callable[[], str | None] = _nothing
         self.grpc = grpc.aio.server(
             interceptors=[ErrorInterceptor()], options=channel_options(settings.max_message_bytes)
         )
@@ -52,24 +57,46 @@ class WorkerServer:
         reflection.enable_server_reflection((*services, health.SERVICE_NAME), self.grpc)
         async with stop_signals() as stop:
             await self.grpc.start()
-            await self._set_health(services, serving=True)
+            await self._set_health(services, serving=self.complaint() is None)
             if self._settings.ready_file is not None:
                 write_ready_file(self._settings.ready_file, self.address)
             log.info("worker_ready", address=self.address)
-            alive = await _first(stop.wait(), engine_ended)
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch_health(services))
+                alive = await _first(stop.wait(), engine_ended)
+                watching.cancel()
             await self._set_health(services, serving=False)
             if alive:
-                log.info("worker_draining", timeout_s=self._settings.drain_timeout_s)
-                drained = await drain_or_second_signal(self._lifecycle.drain(self._settings.drain_timeout_s), stop)
+                timeout_s, pre_stop_s = self._settings.drain_timeout_s, self._settings.pre_stop_s
+                log.info("worker_draining", timeout_s=timeout_s, pre_stop_s=pre_stop_s)
+                drained = await drain_or_second_signal(self._lifecycle.drain(timeout_s, pre_stop_s), stop)
                 log.info("worker_stopping", drained=drained)
             await self.grpc.stop(STOP_GRACE_S)
         if not alive:
             raise InternalError("the engine thread has ended; see the log above, and restart this worker")
 
+    async def _watch_health(self, services: Sequence[str]) -> None:
+        """Health follows what the engine does, not only that the process runs."""
+        was: str | None = None
+        while True:
+            complaint = self.complaint()
+            if (complaint is None) is not (was is None):
+                await self._set_health(services, serving=complaint is None)
+                if complaint:
+                    log.error("worker_unhealthy", reason=complaint)
+                else:
+                    log.info("worker_healthy_again")
+            was = complaint
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
     async def _set_health(self, services: Sequence[str], *, serving: bool) -> None:
         response = health_pb2.HealthCheckResponse
         for service in ("", *services):
             await self._health.set(service, response.SERVING if serving else response.NOT_SERVING)
+
+
+def _nothing() -> None:
+    """Nothing to complain about."""
 
 
 async def _first(stop: Awaitable[object], engine_ended: Awaitable[None]) -> bool:

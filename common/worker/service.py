@@ -13,6 +13,7 @@ from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
 from common.rpc import PROTOCOL_VERSION
 from common.worker.control import LiveCalls, PauseMode, PauseState, WorkerControl
 from common.worker.core import WorkerCore
+from common.worker.engine_health import EngineHealth
 from common.worker.lifecycle import Lifecycle
 from common.worker.metrics import WorkerMetrics
 
@@ -62,6 +63,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         metrics: WorkerMetrics,
         role_service: RoleService,
         control: WorkerControl,
+        health: EngineHealth,
     ) -> None:
         self._identity = identity
         self._core = core
@@ -69,10 +71,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._metrics = metrics
         self._role_service = role_service
         self._control = control
+        self._health = health
 
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.WorkerStatus:
-        if not self._core.engine.alive:
-            raise InternalError("the engine thread has ended; restart this worker")
+        if complaint := self._health.complaint():
+            raise InternalError(complaint)
         load = self._core.engine.load()
         return worker_pb2.WorkerStatus(
             worker_id=self._identity.worker_id,

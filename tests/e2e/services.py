@@ -49,9 +49,9 @@ class Launched:
 
 @contextmanager
 def launched_service(module: str, tmp_path: Path, *flags: str) -> Iterator[Launched]:
-    """`python -m MODULE --port 0 FLAGS`; ended when the block is left."""
+    """`python -m MODULE --port 0 FLAGS`; ended when the block is left, for which nobody has to be prepared."""
     ready, log = tmp_path / f"{module}.ready", tmp_path / f"{module}.log"
-    command = [sys.executable, "-m", module, "--port", "0", "--ready-file", str(ready), *flags]
+    command = [sys.executable, "-m", module, "--port", "0", "--pre-stop-s", "0", "--ready-file", str(ready), *flags]
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stderr=stderr)
     try:

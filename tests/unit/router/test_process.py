@@ -59,11 +59,11 @@ async def wait_status(session: aiohttp.ClientSession, url: str, status: int) -> 
 async def serving_router(
     folder: Path, script: Script, *flags: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, aiohttp.ClientSession, FakeWorker]]:
-    """A router process over one fake worker of role both."""
+    """A router process over one fake worker of role both; as long as `flags` do not say else, it drains at once."""
     worker = FakeWorker("decode-0", types_pb2.ROLE_BOTH, script)
     async with serving(worker), aiohttp.ClientSession() as session:
-        arguments = ["--port", "0", "--decode", worker.address, "--ready-file", str(folder / "ready.json"), *flags]
-        async with process(*arguments) as child:
+        arguments = ["--port", "0", "--decode", worker.address, "--ready-file", str(folder / "ready.json")]
+        async with process(*arguments, "--pre-stop-s", "0", *flags) as child:
             yield child, await wait_ready(folder, session), session, worker
 
 
@@ -119,6 +119,36 @@ async def test_drain_lets_live_requests_finish(tmp_path: Path, number: signal.Si
         assert events[-1] == b"[DONE]"
         tokens = [t for e in events[:-1] for c in strict_json(e.decode())["choices"] for t in c["token_ids"]]
         assert tokens == expected_tokens([5, 6, 7], 4)
+        assert await asyncio.wait_for(child.wait(), 5) == 0
+
+
+async def test_before_it_drains_it_only_says_so_and_serves_who_comes(tmp_path: Path) -> None:
+    """data-fair#473, llm-d#927: load balancers hear of the end before the port closes."""
+    script = Script(hold_after=1)
+    async with serving_router(tmp_path, script, "--pre-stop-s", "3") as (child, url, session, _):
+        async with session.post(url + GENERATE, json=BODY) as early:
+            await early.content.readuntil(b"\n\n")
+            child.terminate()
+            await wait_status(session, f"{url}/ready", 503)
+            assert (await session.get(f"{url}/live")).status == 200
+            async with session.post(url + GENERATE, json=BODY) as late:
+                assert late.status == 200
+                await late.content.readuntil(b"\n\n")
+                short = BODY | {"sampling_params": {"max_tokens": 1}}
+                async with asyncio.timeout(20):
+                    while (await session.post(url + GENERATE, json=short)).status != 503:
+                        await asyncio.sleep(0.05)
+                script.release.set()
+                for response in (early, late):
+                    assert (await response.read()).endswith(b"[DONE]\n\n")
+        assert await asyncio.wait_for(child.wait(), 5) == 0
+
+
+async def test_second_signal_cuts_the_time_before_it_drains_short(tmp_path: Path) -> None:
+    async with serving_router(tmp_path, Script(), "--pre-stop-s", "60") as (child, url, session, _):
+        child.terminate()
+        await wait_status(session, f"{url}/ready", 503)
+        child.terminate()
         assert await asyncio.wait_for(child.wait(), 5) == 0
 
 

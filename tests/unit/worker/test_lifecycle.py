@@ -33,5 +33,15 @@ async def test_drain_gives_up_in_time() -> None:
         assert not await lifecycle.drain(timeout_s=0.01)
 
 
+async def test_before_it_refuses_it_only_says_so() -> None:
+    lifecycle = Lifecycle()
+    drain = asyncio.create_task(lifecycle.drain(timeout_s=10, pre_stop_s=60))
+    while not lifecycle.draining:
+        await asyncio.sleep(0)
+    with lifecycle.serving():
+        assert lifecycle.num_live == 1
+    drain.cancel()
+
+
 async def test_an_idle_worker_drains_at_once() -> None:
     assert await Lifecycle().drain(timeout_s=0.01)

@@ -1,0 +1,56 @@
+"""An engine that hangs is told from one that has much to do."""
+
+import time
+from dataclasses import dataclass
+
+from common.worker.engine_health import EngineHealth
+from tests.unit.engine.consumer import PROMPT, Consumer
+from tests.unit.engine.rig import greedy, make_request
+
+
+@dataclass
+class Clock:
+    """Real time, and as much more as a test wants to have passed."""
+
+    ahead_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+def test_a_step_that_does_not_end_is_a_reason_to_complain_until_it_does(consumer: Consumer) -> None:
+    """vllm-project/vllm#39863, #36451: the process answers, its engine thread stands still."""
+    clock = Clock()
+    health = EngineHealth(consumer.engine, step_timeout_s=8, clock=clock)
+    consumer.runner.gate.clear()
+    transcript = consumer.submit(make_request("a", PROMPT, greedy(3)))
+    assert consumer.runner.entered.wait(timeout=10)
+    assert health.complaint() is None, "a step of seconds is no reason"
+    clock.ahead_s = 9
+    complaint = health.complaint()
+    assert complaint is not None
+    assert "--step-timeout-s (8)" in complaint
+    consumer.runner.gate.set()
+    consumer.receive_until_ended(transcript)
+    assert consumer.engine.check_invariants() == []  # a barrier: the last step has ended
+    assert health.complaint() is None
+
+
+def test_an_idle_engine_is_healthy_for_ever(consumer: Consumer) -> None:
+    assert consumer.engine.check_invariants() == []
+    assert EngineHealth(consumer.engine, step_timeout_s=8, clock=Clock(1e6)).complaint() is None
+
+
+def test_a_frozen_engine_is_healthy_although_requests_wait(consumer: Consumer) -> None:
+    """Paused, that is, as it was asked to be."""
+    consumer.engine.freeze().result(timeout=10)
+    consumer.submit(make_request("a", PROMPT, greedy(3)))
+    assert consumer.engine.check_invariants() == []
+    assert EngineHealth(consumer.engine, step_timeout_s=8, clock=Clock(1e6)).complaint() is None
+
+
+def test_an_engine_that_has_ended_is_not_healthy(consumer: Consumer) -> None:
+    consumer.engine.stop()
+    complaint = EngineHealth(consumer.engine, step_timeout_s=8).complaint()
+    assert complaint is not None
+    assert "restart this worker" in complaint
