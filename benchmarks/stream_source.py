@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 import numpy as np
 
+from benchmarks.stream_feed import StreamFeeds, varint
 from common.pb import decode_pb2, types_pb2, worker_pb2
 from common.rpc import PROTOCOL_VERSION, channel_options
 
 NUM_LAYERS, TOP_K, NUM_EXPERTS = 12, 4, 32
 VOCAB_SIZE = 32_000
 WEIGHT_VERSION = "7"
-
 Context = grpc.aio.ServicerContext[decode_pb2.GenerateRequest, bytes]
 
 
@@ -74,6 +74,7 @@ class Source:
 
     def __init__(self) -> None:
         self._pacer = Pacer()
+        self.feeds = StreamFeeds()
         self.address = ""
 
     async def describe(self, request: worker_pb2.DescribeRequest, context: Any) -> worker_pb2.WorkerStatus:
@@ -98,10 +99,17 @@ class Source:
             async def pace() -> None:
                 await self._pacer.next(interval_s)
 
+        feed = self.feeds.get(request.feed_id)
+        follower = None if feed is None else feed.follower(request.tag)
         for chunk in chunks(request, chunk_tokens):
             if pace:
                 await pace()
-            await context.write(chunk)
+            if follower is not None:
+                await follower.write(chunk)
+            else:
+                await context.write(_event(chunk))
+        if feed is not None:
+            await feed.written()
 
 
 def chunks(request: decode_pb2.GenerateRequest, chunk_tokens: int) -> Iterator[bytes]:
@@ -124,7 +132,12 @@ def _chunk(num_tokens: int, num_rows: int, finish: types_pb2.FinishReason.ValueT
         num_rows=num_rows,
         finish_reason=finish,
     )
-    return decode_pb2.GenerateEvent(chunk=chunk).SerializeToString()
+    return chunk.SerializeToString()
+
+
+def _event(chunk: bytes) -> bytes:
+    """A GenerateEvent with the encoded chunk."""
+    return b"\x12" + varint(len(chunk)) + chunk
 
 
 def _handlers(source: Source) -> list[grpc.GenericRpcHandler]:
@@ -134,9 +147,17 @@ def _handlers(source: Source) -> list[grpc.GenericRpcHandler]:
     generate: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
         source.generate, decode_pb2.GenerateRequest.FromString, None
     )
+    follow: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+        source.feeds.follow, decode_pb2.FollowRequest.FromString, None
+    )
+    grant = grpc.unary_unary_rpc_method_handler(
+        source.feeds.grant, decode_pb2.GrantRequest.FromString, decode_pb2.GrantReply.SerializeToString
+    )
     return [
         grpc.method_handlers_generic_handler("moerelay.v1.Worker", {"Describe": describe}),
-        grpc.method_handlers_generic_handler("moerelay.v1.Decode", {"Generate": generate}),
+        grpc.method_handlers_generic_handler(
+            "moerelay.v1.Decode", {"Generate": generate, "Follow": follow, "Grant": grant}
+        ),
     ]
 
 

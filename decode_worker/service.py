@@ -15,7 +15,8 @@ from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
 from common.worker.requests import engine_request as to_engine_request
-from decode_worker.chunks import Chunker
+from decode_worker.answer import Answer
+from decode_worker.feed import Feeds
 from decode_worker.intake import Intake
 from decode_worker.local_prefills import Cause, LocalPrefills
 from decode_worker.outbox import Outbox
@@ -23,6 +24,8 @@ from decode_worker.outbox import Outbox
 log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[decode_pb2.GenerateRequest, decode_pb2.GenerateEvent]
+FollowContext = grpc.aio.ServicerContext[decode_pb2.FollowRequest, decode_pb2.EventBatch]
+GrantContext = grpc.aio.ServicerContext[decode_pb2.GrantRequest, decode_pb2.GrantReply]
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class _Call:
     lease: LeaseRef | None = None
     #: Choices that were aborted.
     aborted: set[int] = field(default_factory=set)
+    #: Events before the first chunk.
+    num_told: int = 0
 
     @property
     def is_aborted(self) -> bool:
@@ -64,6 +69,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._live: dict[RequestId, _Call] = {}
         self._freeing: set[asyncio.Task[None]] = set()
+        self._feeds = Feeds()
+        lifecycle.at_stop.append(self._feeds.end)
 
     async def abort(self, request_id: RequestId, choice: int | None = None) -> bool:
         """Ends the request, or one choice, with finish_reason "abort"; a handoff that nobody awaits is revoked first.
@@ -115,7 +122,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     self._core.engine.abort(request_id, choice)
                 if remote:
                     await self._admit(engine_request, call, outbox, context)
-                await self._stream(call, outbox, context, None if remote else engine_request)
+                answer = Answer(call.num_choices, partial(self._count_whole, engine_request))
+                await self._stream(request, call, outbox, answer, context)
             finally:
                 await self._free(request_id)
 
@@ -131,6 +139,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             num_cached = admitted.num_cached
             self.local_prefills.count(Cause.SHORT_PROMPT, request.request_id, len(request.prompt), num_cached)
             local = decode_pb2.LocalPrefill(num_cached_tokens=num_cached)
+            call.num_told += 1
             await context.write(decode_pb2.GenerateEvent(local_prefill=local))
             return
         self._intake.expect(request.request_id, outbox)
@@ -148,6 +157,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             num_top=request.sampling.prompt_logprobs,
         )
         call.lease = lease
+        call.num_told += 1
         await context.write(
             decode_pb2.GenerateEvent(
                 lease=prefill_pb2.Lease(
@@ -161,23 +171,35 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             )
         )
 
-    async def _stream(self, call: _Call, outbox: Outbox, context: Context, whole: EngineRequest | None) -> None:
-        """Writes what comes until every choice has ended. `whole`: a request that nobody offered to hand over."""
-        chunkers = [Chunker() for _ in range(call.num_choices)]
-        num_open = call.num_choices
-        while num_open:
-            for batch in await outbox.take():
-                if whole is not None and batch.tokens:
-                    self._count_whole(whole, batch.num_cached)
-                    whole = None
-                for chunk in chunkers[batch.choice].cut(batch):
+    async def _stream(
+        self, request: decode_pb2.GenerateRequest, call: _Call, outbox: Outbox, answer: Answer, context: Context
+    ) -> None:
+        """Sends what comes until every choice has ended, by the feed that the request follows, if there is one."""
+        feed = self._feeds.get(request.feed_id)
+        if feed is not None:
+            with feed.followed(request.tag, outbox, answer, num_sent=call.num_told) as follower:
+                while (chunk := await follower.next_large()) is not None:
                     await context.write(decode_pb2.GenerateEvent(chunk=chunk))
-                num_open -= batch.finish is not None
+            return
+        while answer.num_open:
+            for chunk in answer.cut(await outbox.take()):
+                await context.write(decode_pb2.GenerateEvent(chunk=chunk))
 
     def _count_whole(self, request: EngineRequest, num_cached: int) -> None:
-        """Its prompt has been computed here; where no handoff could be taken, that is nothing to tell."""
-        if self._receiver is not None:
+        """Its prompt has been computed here, although this worker takes handoffs, because none was offered."""
+        if self._receiver is not None and request.work is Work.WHOLE:
             self.local_prefills.count(Cause.WHOLE_REQUEST, request.request_id, len(request.prompt), num_cached)
+
+    async def Follow(self, request: decode_pb2.FollowRequest, context: FollowContext) -> None:  # type: ignore[override]
+        """As `Generate`, a coroutine that writes. No request of its own: draining does not wait for it, but ends it."""
+        with self._feeds.opened(request.window) as feed:
+            await feed.run(context.write)
+
+    async def Grant(self, request: decode_pb2.GrantRequest, context: GrantContext) -> decode_pb2.GrantReply:
+        """A feed that is gone needs none."""
+        if feed := self._feeds.get(request.feed_id):
+            feed.grant(request.consumed)
+        return decode_pb2.GrantReply()
 
     async def _free(self, request_id: RequestId) -> None:
         """The blocks go back to the pool only when no write of the handoff can touch them any more.

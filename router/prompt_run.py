@@ -6,14 +6,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
-import grpc
 import structlog
 
 from common.errors import HandoffError, InternalError, MoerelayError, NotTakenError, WorkerLostError
 from common.messages import sampling_to_pb
 from common.pb import decode_pb2, prefill_pb2, types_pb2, worker_pb2
-from router.calls import task_group, worker_errors
-from router.chunk import Chunk, chunk_from_pb
+from common.tracing import call_metadata
+from router.calls import task_group
+from router.chunk import Chunk
+from router.decode_stream import DecodeEvent, DecodeStream
 from router.failure import Failure
 from router.fleet import Pair
 from router.live import LivePrompt, LiveRequest
@@ -31,13 +32,15 @@ CLOSING_GRACE_S = 0.5
 #: When one worker reports a broken handoff, the other one usually knows why, and its answer is under way already.
 CAUSE_WAIT_S = 0.5
 
-GenerateCall = grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.GenerateEvent]
-
 log = structlog.get_logger()
 
 
 class Observer(Protocol):
     """Is told where prompts were computed."""
+
+    def placed(self, took_s: float) -> None:
+        """Workers for a prompt were found and can be reached."""
+        ...
 
     def prefilled(self, reply: prefill_pb2.PrefillReply) -> None:
         """A prefill worker has handed a prompt over."""
@@ -80,35 +83,32 @@ class PromptRun:
         """Relays the decode stream to its end. Raises as soon as a call fails or the request does."""
         lost = Failure()
         async with task_group() as group:
-            call = self._pair.decode.decode.Generate(self._decode_request())
-            try:
+            stream = DecodeStream(self._pair.decode)
+            with stream.opened(self._decode_request(), group):
                 with self._pair.decode.serving(lost):
                     async with lost.guarding(), self._live.failure.guarding():
-                        last = await self._relay(call, group)
+                        last = await self._relay(stream, group)
                 self._pair.decode.breaker.succeeded()
                 if last:
                     # Outside the guards: what goes wrong while the client takes the last chunk changes nothing now.
                     await self._sink(self._plan, last)
-                    await self._close(call)
+                    await self._close(stream)
                 else:
-                    await self._end_early(call)
-            finally:
-                call.cancel()
+                    await self._end_early(stream)
 
-    async def _relay(self, call: GenerateCall, group: asyncio.TaskGroup) -> Chunk | None:
+    async def _relay(self, stream: DecodeStream, group: asyncio.TaskGroup) -> Chunk | None:
         """Starts prefill when decode asks for it and passes on every chunk but the last, which it returns.
 
         None: every choice has ended, but decode does not know that of all of them yet.
         """
         while self._open:
-            event = await self._next_event(call)
-            if event.HasField("lease"):
-                self._start_prefill(event.lease, group)
+            chunk = await self._next_event(stream)
+            if isinstance(chunk, prefill_pb2.Lease):
+                self._start_prefill(chunk, group)
                 continue
-            if event.HasField("local_prefill"):
+            if isinstance(chunk, decode_pb2.LocalPrefill):
                 self._forgo_prefill()
                 continue
-            chunk = chunk_from_pb(event.chunk)
             self._passed_on = True
             self._handed_over = self._handed_over or bool(chunk.tokens or chunk.finish)
             if chunk.finish is not None and self._open == {chunk.choice}:
@@ -127,21 +127,16 @@ class PromptRun:
         except MoerelayError as error:
             log.info("choice_not_dropped", request_id=self._plan.request_id, choice=choice, error=error.message)
 
-    async def _end_early(self, call: GenerateCall) -> None:
+    async def _end_early(self, stream: DecodeStream) -> None:
         """Decode computes what nobody wants any more; prefill has handed over and only needs to say so."""
-        call.cancel()
+        stream.cancel()
         if self._prefill:
             await asyncio.wait([self._prefill], timeout=CLOSING_GRACE_S)
             self._prefill.cancel()
 
-    async def _next_event(self, call: GenerateCall) -> decode_pb2.GenerateEvent:
-        worker = self._pair.decode
+    async def _next_event(self, stream: DecodeStream) -> DecodeEvent:
         try:
-            try:
-                event = await call.read()
-            except BaseException:
-                with worker.call():  # entered for a failure only: this runs once per event of every stream
-                    raise
+            return await stream.next()
         except NotTakenError:
             self._refused(self._pair.decode)
             raise
@@ -152,9 +147,6 @@ class PromptRun:
                 await asyncio.wait([self._prefill], timeout=CAUSE_WAIT_S)
             self._blame(self._pair.decode, error)
             raise
-        if not isinstance(event, decode_pb2.GenerateEvent):
-            raise WorkerLostError(f"worker {worker.id} ended the stream without a finish reason")
-        return event
 
     def _start_prefill(self, lease: prefill_pb2.Lease, group: asyncio.TaskGroup) -> None:
         if self._prefill or not self._pair.prefill:
@@ -187,7 +179,7 @@ class PromptRun:
         with worker.serving(lost):
             async with lost.guarding():
                 with worker.call():
-                    return await worker.prefill.Prefill(self._prefill_request(lease))
+                    return await worker.prefill.Prefill(self._prefill_request(lease), metadata=call_metadata())
 
     def _refused(self, worker: Worker) -> None:
         """The worker drains, and has done nothing for the prompt."""
@@ -219,12 +211,11 @@ class PromptRun:
             await asyncio.sleep(CAUSE_WAIT_S)  # decode's error, if there is one, ends the group and this with it
         return not (self._handed_over or self._live.aborted)
 
-    async def _close(self, call: GenerateCall) -> None:
+    async def _close(self, stream: DecodeStream) -> None:
         """Lets both calls end by themselves, so that neither worker takes the end for a client that left."""
         try:
             async with asyncio.timeout(CLOSING_GRACE_S):
-                with worker_errors(self._pair.decode.id):
-                    await call.read()
+                await stream.ended()
                 if self._prefill:
                     await self._prefill
         except (MoerelayError, TimeoutError) as error:

@@ -26,23 +26,35 @@ from common.pb import prefill_pb2 as common_dot_pb_dot_prefill__pb2
 from common.pb import types_pb2 as common_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ommon/pb/decode.proto\x12\x0bmoerelay.v1\x1a\x17\x63ommon/pb/prefill.proto\x1a\x15\x63ommon/pb/types.proto\"\xea\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.moerelay.v1.SamplingParams\x12+\n\x07routing\x18\x04 \x01(\x0b\x32\x1a.moerelay.v1.RoutingParams\x12.\n\x0cprefill_site\x18\x05 \x01(\x0e\x32\x18.moerelay.v1.PrefillSite\x12\x10\n\x08priority\x18\x06 \x01(\x12\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"\x9b\x01\n\rGenerateEvent\x12#\n\x05lease\x18\x01 \x01(\x0b\x32\x12.moerelay.v1.LeaseH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.moerelay.v1.TokenChunkH\x00\x12\x32\n\rlocal_prefill\x18\x03 \x01(\x0b\x32\x19.moerelay.v1.LocalPrefillH\x00\x42\x07\n\x05\x65vent\")\n\x0cLocalPrefill\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\"\x83\x02\n\nTokenChunk\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.moerelay.v1.SampledToken\x12\x14\n\x0crouting_rows\x18\x02 \x01(\x0c\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.moerelay.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x08 \x01(\x0c\x42\x10\n\x0e_stop_token_id*\\\n\x0bPrefillSite\x12\x1c\n\x18PREFILL_SITE_UNSPECIFIED\x10\x00\x12\x17\n\x13PREFILL_SITE_REMOTE\x10\x01\x12\x16\n\x12PREFILL_SITE_LOCAL\x10\x02\x32P\n\x06\x44\x65\x63ode\x12\x46\n\x08Generate\x12\x1c.moerelay.v1.GenerateRequest\x1a\x1a.moerelay.v1.GenerateEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ommon/pb/decode.proto\x12\x0bmoerelay.v1\x1a\x17\x63ommon/pb/prefill.proto\x1a\x15\x63ommon/pb/types.proto\"\x88\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.moerelay.v1.SamplingParams\x12+\n\x07routing\x18\x04 \x01(\x0b\x32\x1a.moerelay.v1.RoutingParams\x12.\n\x0cprefill_site\x18\x05 \x01(\x0e\x32\x18.moerelay.v1.PrefillSite\x12\x10\n\x08priority\x18\x06 \x01(\x12\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\x08 \x01(\x04\x12\x0b\n\x03tag\x18\t \x01(\x04\"\x1f\n\rFollowRequest\x12\x0e\n\x06window\x18\x01 \x01(\r\"F\n\nEventBatch\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\x01 \x01(\x04\x12\'\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x17.moerelay.v1.TokenChunk\"\x8b\x01\n\x0cGrantRequest\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\x01 \x01(\x04\x12\x39\n\x08\x63onsumed\x18\x02 \x03(\x0b\x32\'.moerelay.v1.GrantRequest.ConsumedEntry\x1a/\n\rConsumedEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x0c\n\nGrantReply\"\x9b\x01\n\rGenerateEvent\x12#\n\x05lease\x18\x01 \x01(\x0b\x32\x12.moerelay.v1.LeaseH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.moerelay.v1.TokenChunkH\x00\x12\x32\n\rlocal_prefill\x18\x03 \x01(\x0b\x32\x19.moerelay.v1.LocalPrefillH\x00\x42\x07\n\x05\x65vent\")\n\x0cLocalPrefill\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\"\x9d\x02\n\nTokenChunk\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.moerelay.v1.SampledToken\x12\x14\n\x0crouting_rows\x18\x02 \x01(\x0c\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.moerelay.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x08 \x01(\x0c\x12\x0b\n\x03tag\x18\t \x01(\x04\x12\x0b\n\x03seq\x18\n \x01(\rB\x10\n\x0e_stop_token_id*\\\n\x0bPrefillSite\x12\x1c\n\x18PREFILL_SITE_UNSPECIFIED\x10\x00\x12\x17\n\x13PREFILL_SITE_REMOTE\x10\x01\x12\x16\n\x12PREFILL_SITE_LOCAL\x10\x02\x32\xce\x01\n\x06\x44\x65\x63ode\x12\x46\n\x08Generate\x12\x1c.moerelay.v1.GenerateRequest\x1a\x1a.moerelay.v1.GenerateEvent0\x01\x12?\n\x06\x46ollow\x12\x1a.moerelay.v1.FollowRequest\x1a\x17.moerelay.v1.EventBatch0\x01\x12;\n\x05Grant\x12\x19.moerelay.v1.GrantRequest\x1a\x17.moerelay.v1.GrantReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFILLSITE']._serialized_start=787
-  _globals['_PREFILLSITE']._serialized_end=879
+  _globals['_GRANTREQUEST_CONSUMEDENTRY']._loaded_options = None
+  _globals['_GRANTREQUEST_CONSUMEDENTRY']._serialized_options = b'8\001'
+  _globals['_PREFILLSITE']._serialized_start=1104
+  _globals['_PREFILLSITE']._serialized_end=1196
   _globals['_GENERATEREQUEST']._serialized_start=88
-  _globals['_GENERATEREQUEST']._serialized_end=322
-  _globals['_GENERATEEVENT']._serialized_start=325
-  _globals['_GENERATEEVENT']._serialized_end=480
-  _globals['_LOCALPREFILL']._serialized_start=482
-  _globals['_LOCALPREFILL']._serialized_end=523
-  _globals['_TOKENCHUNK']._serialized_start=526
-  _globals['_TOKENCHUNK']._serialized_end=785
-  _globals['_DECODE']._serialized_start=881
-  _globals['_DECODE']._serialized_end=961
+  _globals['_GENERATEREQUEST']._serialized_end=352
+  _globals['_FOLLOWREQUEST']._serialized_start=354
+  _globals['_FOLLOWREQUEST']._serialized_end=385
+  _globals['_EVENTBATCH']._serialized_start=387
+  _globals['_EVENTBATCH']._serialized_end=457
+  _globals['_GRANTREQUEST']._serialized_start=460
+  _globals['_GRANTREQUEST']._serialized_end=599
+  _globals['_GRANTREQUEST_CONSUMEDENTRY']._serialized_start=552
+  _globals['_GRANTREQUEST_CONSUMEDENTRY']._serialized_end=599
+  _globals['_GRANTREPLY']._serialized_start=601
+  _globals['_GRANTREPLY']._serialized_end=613
+  _globals['_GENERATEEVENT']._serialized_start=616
+  _globals['_GENERATEEVENT']._serialized_end=771
+  _globals['_LOCALPREFILL']._serialized_start=773
+  _globals['_LOCALPREFILL']._serialized_end=814
+  _globals['_TOKENCHUNK']._serialized_start=817
+  _globals['_TOKENCHUNK']._serialized_end=1102
+  _globals['_DECODE']._serialized_start=1199
+  _globals['_DECODE']._serialized_end=1405
 # @@protoc_insertion_point(module_scope)

@@ -54,12 +54,21 @@ class GenerateRequest(_message.Message):
     PREFILL_SITE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    FEED_ID_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prefill_site: Global___PrefillSite.ValueType
     priority: _builtins.int
     """Requests with a lower number are admitted first; equal ones in order of arrival."""
     cache_salt: _builtins.str
     """Cached prefixes are shared only by requests with the same one."""
+    feed_id: _builtins.int
+    """The feed that the request follows; 0: every chunk comes in this call. Even with a feed, large chunks come in this
+    call, as do the lease and errors, and a worker that does not know the feed (any more) sends all of them here. The
+    call ends after everything has been sent.
+    """
+    tag: _builtins.int
+    """Number of the request within the feed, not 0, never used again there."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, at least one id, each below the vocabulary size."""
@@ -78,14 +87,124 @@ class GenerateRequest(_message.Message):
         prefill_site: Global___PrefillSite.ValueType = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        feed_id: _builtins.int = ...,
+        tag: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["routing", b"routing", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_site", b"prefill_site", "priority", b"priority", "request_id", b"request_id", "routing", b"routing", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "feed_id", b"feed_id", "prefill_site", b"prefill_site", "priority", b"priority", "request_id", b"request_id", "routing", b"routing", "sampling", b"sampling", "tag", b"tag", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class FollowRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    """Chunks of one request that may be under way in the feed: sent, and not yet granted. At least 1."""
+    def __init__(
+        self,
+        *,
+        window: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
+
+@_typing.final
+class EventBatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FEED_ID_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    feed_id: _builtins.int
+    """In the first message only: where GenerateRequest.feed_id points, random and not 0."""
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenChunk]:
+        """Of any requests that follow, those of each in order."""
+
+    def __init__(
+        self,
+        *,
+        feed_id: _builtins.int = ...,
+        chunks: _abc.Iterable[Global___TokenChunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "feed_id", b"feed_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventBatch: _TypeAlias = EventBatch  # noqa: Y015
+
+@_typing.final
+class GrantRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ConsumedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FEED_ID_FIELD_NUMBER: _builtins.int
+    CONSUMED_FIELD_NUMBER: _builtins.int
+    feed_id: _builtins.int
+    @_builtins.property
+    def consumed(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """By tag: how many chunks of the request have come in the feed and are done with, counted from its beginning. A lower
+        number than before, and one of a request that is over, mean nothing.
+        """
+
+    def __init__(
+        self,
+        *,
+        feed_id: _builtins.int = ...,
+        consumed: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "feed_id", b"feed_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantRequest: _TypeAlias = GrantRequest  # noqa: Y015
+
+@_typing.final
+class GrantReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantReply: _TypeAlias = GrantReply  # noqa: Y015
 
 @_typing.final
 class GenerateEvent(_message.Message):
@@ -157,6 +276,8 @@ class TokenChunk(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
     routing_rows: _builtins.bytes
     """C-order [num_rows, num_layers, top_k] ids in the model's routing dtype, little-endian."""
     num_rows: _builtins.int
@@ -172,6 +293,12 @@ class TokenChunk(_message.Message):
     """Prompt logprobs of the next positions, as `common/prompt_logprobs.py` packs them; with the first choice that has not
     ended. All of them have been sent before any choice has a token.
     """
+    tag: _builtins.int
+    """Of a request that follows a feed: its number there. 0 in the call of its own."""
+    seq: _builtins.int
+    """Of a request that follows a feed: 0, 1, 2, … over its events, whichever way they come. A lease, or what comes
+    instead, is number 0.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]: ...
     def __init__(
@@ -185,10 +312,12 @@ class TokenChunk(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         choice: _builtins.int = ...,
         prompt_logprobs: _builtins.bytes = ...,
+        tag: _builtins.int = ...,
+        seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "choice", b"choice", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_rows", b"num_rows", "prompt_logprobs", b"prompt_logprobs", "routing_rows", b"routing_rows", "stop_token_id", b"stop_token_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "choice", b"choice", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_rows", b"num_rows", "prompt_logprobs", b"prompt_logprobs", "routing_rows", b"routing_rows", "seq", b"seq", "stop_token_id", b"stop_token_id", "tag", b"tag", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

@@ -39,6 +39,16 @@ class DecodeStub:
                 request_serializer=common_dot_pb_dot_decode__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=common_dot_pb_dot_decode__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Follow = channel.unary_stream(
+                '/moerelay.v1.Decode/Follow',
+                request_serializer=common_dot_pb_dot_decode__pb2.FollowRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_decode__pb2.EventBatch.FromString,
+                _registered_method=True)
+        self.Grant = channel.unary_unary(
+                '/moerelay.v1.Decode/Grant',
+                request_serializer=common_dot_pb_dot_decode__pb2.GrantRequest.SerializeToString,
+                response_deserializer=common_dot_pb_dot_decode__pb2.GrantReply.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -53,6 +63,22 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request, context):
+        """Opens a feed: one stream for the chunks of all requests of one router process, so that an engine step costs one
+        message instead of one for each of them. The first message names the feed. It lasts until either side ends it;
+        requests that follow it then fail.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Grant(self, request, context):
+        """Says how many chunks of a feed the router is done with, so that more of those requests may be sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +86,16 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=common_dot_pb_dot_decode__pb2.GenerateRequest.FromString,
                     response_serializer=common_dot_pb_dot_decode__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=common_dot_pb_dot_decode__pb2.FollowRequest.FromString,
+                    response_serializer=common_dot_pb_dot_decode__pb2.EventBatch.SerializeToString,
+            ),
+            'Grant': grpc.unary_unary_rpc_method_handler(
+                    servicer.Grant,
+                    request_deserializer=common_dot_pb_dot_decode__pb2.GrantRequest.FromString,
+                    response_serializer=common_dot_pb_dot_decode__pb2.GrantReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +125,60 @@ class Decode:
             '/moerelay.v1.Decode/Generate',
             common_dot_pb_dot_decode__pb2.GenerateRequest.SerializeToString,
             common_dot_pb_dot_decode__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moerelay.v1.Decode/Follow',
+            common_dot_pb_dot_decode__pb2.FollowRequest.SerializeToString,
+            common_dot_pb_dot_decode__pb2.EventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Grant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moerelay.v1.Decode/Grant',
+            common_dot_pb_dot_decode__pb2.GrantRequest.SerializeToString,
+            common_dot_pb_dot_decode__pb2.GrantReply.FromString,
             options,
             channel_credentials,
             insecure,

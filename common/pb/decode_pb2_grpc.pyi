@@ -36,6 +36,13 @@ class DecodeStub:
     then chunks, until each choice has had one with a finish reason. Cancelling the call frees everything the request
     holds.
     """
+    Follow: _grpc.UnaryStreamMultiCallable[_decode_pb2.FollowRequest, _decode_pb2.EventBatch]
+    """Opens a feed: one stream for the chunks of all requests of one router process, so that an engine step costs one
+    message instead of one for each of them. The first message names the feed. It lasts until either side ends it;
+    requests that follow it then fail.
+    """
+    Grant: _grpc.UnaryUnaryMultiCallable[_decode_pb2.GrantRequest, _decode_pb2.GrantReply]
+    """Says how many chunks of a feed the router is done with, so that more of those requests may be sent."""
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
@@ -45,6 +52,13 @@ class DecodeAsyncStub(DecodeStub):
     then chunks, until each choice has had one with a finish reason. Cancelling the call frees everything the request
     holds.
     """
+    Follow: _aio.UnaryStreamMultiCallable[_decode_pb2.FollowRequest, _decode_pb2.EventBatch]  # type: ignore[assignment]
+    """Opens a feed: one stream for the chunks of all requests of one router process, so that an engine step costs one
+    message instead of one for each of them. The first message names the feed. It lasts until either side ends it;
+    requests that follow it then fail.
+    """
+    Grant: _aio.UnaryUnaryMultiCallable[_decode_pb2.GrantRequest, _decode_pb2.GrantReply]  # type: ignore[assignment]
+    """Says how many chunks of a feed the router is done with, so that more of those requests may be sent."""
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,5 +71,24 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         then chunks, until each choice has had one with a finish reason. Cancelling the call frees everything the request
         holds.
         """
+
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request: _decode_pb2.FollowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.EventBatch], _abc.AsyncIterator[_decode_pb2.EventBatch]]:
+        """Opens a feed: one stream for the chunks of all requests of one router process, so that an engine step costs one
+        message instead of one for each of them. The first message names the feed. It lasts until either side ends it;
+        requests that follow it then fail.
+        """
+
+    @_abc_1.abstractmethod
+    def Grant(
+        self,
+        request: _decode_pb2.GrantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.GrantReply, _abc.Awaitable[_decode_pb2.GrantReply]]:
+        """Says how many chunks of a feed the router is done with, so that more of those requests may be sent."""
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

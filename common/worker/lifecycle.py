@@ -1,7 +1,7 @@
 """Whether a worker takes requests, and how many it is serving: what draining waits for."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from common.errors import NotTakenError, UnavailableError
@@ -18,6 +18,8 @@ class Lifecycle:
         self.draining = False
         self.refusing = False
         self.paused = False
+        #: Called when draining is over, however it ended: whoever streams to nobody in particular ends it then.
+        self.at_stop: list[Callable[[], None]] = []
 
     @property
     def num_live(self) -> int:
@@ -66,4 +68,7 @@ class Lifecycle:
                 await self._idle.wait()
         except TimeoutError:
             return False
+        finally:
+            for stop in self.at_stop:
+                stop()
         return True

@@ -30,6 +30,7 @@ from common.prompt_logprobs import ENTRY
 from common.rpc import PROTOCOL_VERSION, ErrorInterceptor, channel_options
 from common.sampling import finish_after
 from tests.fakes.fake_control import FakeControl
+from tests.fakes.fake_feed import FakeFeeds, FollowingContext
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -117,11 +118,14 @@ class Script:
         self.prefill_go.set()
 
 
-class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
+class FakeWorker(  # type: ignore[misc]  # coroutines that write to their context
+    FakeFeeds, FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer
+):
     """One worker of any role. Records what it was asked and how calls ended."""
 
     def __init__(self, worker_id: str, role: types_pb2.Role.ValueType, script: Script) -> None:
-        super().__init__()
+        FakeFeeds.__init__(self)
+        FakeControl.__init__(self)
         self.worker_id = worker_id
         self.role = role
         self.script = script
@@ -179,6 +183,19 @@ class FakeWorker(FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.P
     async def Generate(  # type: ignore[override]  # a coroutine that writes to its context
         self, request: decode_pb2.GenerateRequest, context: Context
     ) -> None:
+        following = self.following(request, context)
+        if following is None:
+            await self.answer(request, context)
+            return
+        try:
+            await self.answer(request, following)
+        except MoerelayError:
+            await following.written()
+            raise
+        await following.written()
+
+    async def answer(self, request: decode_pb2.GenerateRequest, context: Context | FollowingContext) -> None:
+        """Generate, whichever way its events go."""
         self.refuse_when_paused()
         self.decode_requests.append(request)
         unfinished = set(range(request.sampling.n))

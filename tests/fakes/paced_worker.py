@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterator
 
 from common.pb import decode_pb2, types_pb2
+from tests.fakes.fake_feed import FollowingContext
 from tests.fakes.fake_workers import Context, FakeWorker, Script, description, serving
 
 PACE_S = 0.1
@@ -24,7 +25,7 @@ MODEL = description(num_layers=NUM_LAYERS, top_k=TOP_K, num_experts=128, max_mod
 class PacedWorker(FakeWorker):
     """Streams at a pace instead of by a script."""
 
-    async def Generate(self, request: decode_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+    async def answer(self, request: decode_pb2.GenerateRequest, context: Context | FollowingContext) -> None:
         num_prompt, num_tokens = len(request.token_ids), request.sampling.max_tokens
         if num_prompt >= LARGE:
             for chunk in _large(num_prompt, request.routing.enabled):
