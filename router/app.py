@@ -7,6 +7,7 @@ import structlog
 from aiohttp import web
 
 from common.config import RouterSettings
+from common.tracing import open_tracing
 from router.access import Access
 from router.auth import GUARD, Guard, expect_continue, require_key
 from router.control.routes import controlling
@@ -28,6 +29,7 @@ from router.keys import (
     SETTINGS,
     SIBLINGS,
     TEXT,
+    TRACING,
     UNKNOWN_FIELDS,
     ServedModel,
     TextTools,
@@ -68,6 +70,7 @@ def create_app(settings: RouterSettings, siblings: Siblings | None = None) -> we
     app[SIBLINGS] = siblings or Siblings(0, {})
     app[TEXT] = text = _text_tools(settings)
     app[PLANNER] = Planner(settings, defaults, text.tokenizer)
+    app.cleanup_ctx.append(_tracing)
     app.cleanup_ctx.append(_serving)
     app.cleanup_ctx.append(controlling)
     return app
@@ -101,6 +104,13 @@ def _application(settings: RouterSettings, surface: Surface, guard: Guard, cors:
 
 def _checking_expectations(route: web.RouteDef) -> web.RouteDef:
     return web.RouteDef(route.method, route.path, route.handler, {**route.kwargs, "expect_handler": expect_continue})
+
+
+async def _tracing(app: web.Application) -> AsyncIterator[None]:
+    """Raises ConfigError if traces cannot go where they should."""
+    endpoint, ratio = app[SETTINGS].otlp_traces_endpoint, app[SETTINGS].trace_sample_ratio
+    with open_tracing(endpoint, ratio, service="router") as app[TRACING]:
+        yield
 
 
 async def _serving(app: web.Application) -> AsyncIterator[None]:

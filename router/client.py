@@ -25,6 +25,8 @@ class ClientWriter:
         self._request = request
         self._response = response
         self._stall_limit_s = stall_limit_s
+        #: What was asked to be written.
+        self.num_bytes = 0
         #: At the last look; None before the first one.
         self._unread_bytes: int | None = None
 
@@ -33,6 +35,7 @@ class ClientWriter:
         if not self._response.prepared:
             await self._response.prepare(self._request)
         num_bytes = sum(map(len, parts))
+        self.num_bytes += num_bytes
         if num_bytes > MAX_WRITE_BYTES:
             with self._watched():
                 await self._write_in_slices(parts)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from common.config import RouterSettings
+from common.tracing import Tracing
 from router.fleet import Fleet
 from router.json_body import UnknownFields
 from router.live import LiveRequests
@@ -43,6 +44,7 @@ GRAMMARS = web.AppKey("grammars", GrammarChecker)
 PIPELINE = web.AppKey("pipeline", Pipeline)
 TEXT = web.AppKey("text", TextTools)
 METRICS = web.AppKey("metrics", RouterMetrics)
+TRACING = web.AppKey("tracing", Tracing)
 DOCUMENT = web.AppKey("document", str)
 DOCS_PAGE = web.AppKey("docs_page", str)
 SIBLINGS = web.AppKey("siblings", Siblings)

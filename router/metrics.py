@@ -179,9 +179,19 @@ class RequestClock:
         #: Of the choices that have ended.
         self.finish_reasons: list[FinishReason] = []
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the request came."""
+        return self._now() - self.started_at
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the request to the first token of any of its choices; None before."""
+        return min((times.first_at - self.started_at for times in self._choices.values()), default=None)
+
     def planned(self) -> None:
         """The request was read, and everything about it is known and right."""
-        self._seen.stages["plan"].observe(self._now() - self.started_at)
+        self._seen.stages["plan"].observe(self.age_s)
 
     def tokens(self, choice: int, num_tokens: int) -> None:
         """Some tokens of a choice have arrived together.
@@ -215,7 +225,7 @@ class RequestClock:
 
     def observe_whole(self) -> None:
         """All choices have ended by themselves, and the client has its answer."""
-        self._seen.e2e.observe(self._now() - self.started_at)
+        self._seen.e2e.observe(self.age_s)
         self._seen.prompt_tokens.observe(self.num_prompt_tokens)
         for times in self._choices.values():
             self._seen.generation_tokens.observe(times.num_tokens)

@@ -6,9 +6,17 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from common.errors import InternalError, InvalidRequestError, MoerelayError
+from common.errors import (
+    HandoffError,
+    InternalError,
+    InvalidRequestError,
+    MoerelayError,
+    RequestTimeoutError,
+    WorkerLostError,
+)
 from router.errors import aiohttp_response, error_response
 from router.keys import SETTINGS
+from router.request_log import forget
 from router.sse import EVENT_STREAM
 
 #: What nginx logs for a client that left before its answer; it never travels.
@@ -35,6 +43,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception as error:  # a bug must not become a traceback on the wire
         log.exception("handler_failed", path=request.path)
         return await _answer(request, InternalError(f"internal error: {type(error).__name__}"))
+    finally:
+        forget()
 
 
 @web.middleware
@@ -55,5 +65,7 @@ async def bound_sizes(request: web.Request, handler: Handler) -> web.StreamRespo
 async def _answer(request: web.Request, error: MoerelayError) -> web.StreamResponse:
     if isinstance(error, InternalError):
         log.error("request_failed", path=request.path, error=error.message)
+    elif isinstance(error, HandoffError | WorkerLostError | RequestTimeoutError):
+        log.warning("request_failed", path=request.path, kind=type(error).__name__, error=error.message)
     events = request.get(EVENT_STREAM)
     return await events.fail(error) if events and events.opened else error_response(error)

@@ -1,12 +1,14 @@
 """Runs the prompts of a request on workers that can be reached, and ends them early. All dialects run on this."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import structlog
 
 from common.errors import MoerelayError, NotTakenError, UnavailableError, WorkerLostError
 from common.pb import worker_pb2
+from common.tracing import current_span
 from router.attempts import Attempts
 from router.calls import task_group
 from router.chunk import aborted
@@ -39,7 +41,7 @@ class Pipeline:
         """
         async with task_group() as group:
             for plan in plans:
-                group.create_task(self._run_prompt(plan, live, sink, observer))
+                group.create_task(self._trace_prompt(plan, live, sink, observer))
 
     async def abort(self, live: LiveRequest, choice: tuple[int, int] | None = None) -> None:
         """Tells the workers to end a request with finish reason "abort"; prompts not yet opened end at once.
@@ -57,14 +59,21 @@ class Pipeline:
                 elif prompt.index == choice[0]:
                     group.create_task(self._abort_choice(prompt, live, choice[1]))
 
+    async def _trace_prompt(self, plan: Plan, live: LiveRequest, sink: Sink, observer: Observer) -> None:
+        with current_span().child("router.prompt", index=plan.index, prompt_tokens=plan.prompt_len):
+            await self._run_prompt(plan, live, sink, observer)
+
     async def _run_prompt(self, plan: Plan, live: LiveRequest, sink: Sink, observer: Observer) -> None:
         """Offers the prompt to one pair after the other, as long as none of them has done anything for it."""
         attempts = Attempts(self._max_attempts)
         subject = self._fleet.subject(plan.token_ids, salt=plan.cache_salt, session=live.session)
         taken = False
         while not taken:
-            async with live.failure.guarding():
-                pair = await self._connected_pair(subject, attempts)
+            began = time.monotonic()
+            with current_span().child("router.place"):
+                async with live.failure.guarding():
+                    pair = await self._connected_pair(subject, attempts)
+            observer.placed(time.monotonic() - began)
             if live.aborted:
                 for choice in range(plan.sampling.n):
                     await sink(plan, aborted(choice))

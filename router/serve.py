@@ -17,10 +17,11 @@ from router.chunk import Chunk
 from router.client import send_json
 from router.forms import Json
 from router.job import REQUEST_ID_HEADER, SESSION_HEADER, ChoiceState, Dialect, Job, Outcome, TokenCount
-from router.keys import FLEET, GRAMMARS, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT
-from router.metrics import RequestClock
+from router.keys import FLEET, GRAMMARS, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT, TRACING
+from router.metrics import EVENTS_PER_SAMPLE, RequestClock
 from router.plan import Ask, ModelLimits, Plan
 from router.sse import FRAMING_BYTES, EventStream
+from router.request_log import told
 from router.stitch import DeltaStitcher, FinalStitcher, Piece, Stitcher, Whole
 from router.validate import check_model_name, request_id
 
@@ -55,11 +56,17 @@ async def serve(
     Raises:
         MoerelayError: before the first byte of the answer; the middleware turns later ones into an error event.
     """
-    job = await _job(request, clock, incoming, ask)
-    with request.app[LIVE].register(job.request_id, request.headers.get(SESSION_HEADER)) as live:
-        answer = _Stream(request, job, dialect) if incoming.stream else _WholeAnswer(request, job, dialect)
-        await request.app[PIPELINE].run(job.plans, answer.take, live, request.app[METRICS])
-        return await answer.end()
+    app = request.app
+    with app[TRACING].request("llm_request", request.headers, clock.age_s) as span:
+        job = await _job(request, clock, incoming, ask)
+        span.past("router.plan", clock.age_s)
+        with (
+            app[LIVE].register(job.request_id, request.headers.get(SESSION_HEADER)) as live,
+            told(job.request_id, clock, span),
+        ):
+            answer = _Stream(request, job, dialect) if incoming.stream else _WholeAnswer(request, job, dialect)
+            await app[PIPELINE].run(job.plans, answer.take, live, app[METRICS])
+            return await answer.end()
 
 
 async def _job(request: web.Request, clock: RequestClock, incoming: Incoming, ask: Ask) -> Job:
@@ -108,6 +115,7 @@ class _Choice:
         read = self.reader.read(chunk)
         self._job.note(self.state.plan, read.chunk)
         self._job.clock.tokens(self.state.index, len(read.chunk.tokens))
+        self._job.clock.num_rows += read.chunk.num_rows
         return read
 
     def count(self, piece: Piece) -> None:
@@ -143,6 +151,7 @@ class _WholeAnswer:
             outcome.piece.num_bytes + self._job.prompt_logprobs_bytes(outcome.state.plan) for outcome in outcomes
         )
         answer = await encoded(num_bytes, partial(self._dialect.whole, self._job, outcomes))
+        self._job.clock.num_bytes += sum(map(len, answer))
         stall_limit_s = self._request.app[SETTINGS].client_stall_timeout_s
         return await send_json(self._request, answer, self._job.headers, stall_limit_s)
 
@@ -166,6 +175,8 @@ class _Stream:
         }
 
     async def take(self, plan: Plan, chunk: Chunk) -> bool:
+        if self._job.clock.num_events % EVENTS_PER_SAMPLE == 0:
+            return await self._take_timed(plan, chunk)
         choice, stitcher = self._choices[plan.index, chunk.choice]
         for piece in stitcher.feed(choice.read(chunk)):
             while self._opening:
@@ -173,16 +184,43 @@ class _Stream:
             await self._events.send_made(partial(self._event, choice, piece))
         return choice.reader.ended
 
+    async def _take_timed(self, plan: Plan, chunk: Chunk) -> bool:
+        """As `take`, and tells how long each part of it took."""
+        choice, stitcher = self._choices[plan.index, chunk.choice]
+        began = time.perf_counter()
+        pieces = list(stitcher.feed(choice.read(chunk)))
+        stitched = time.perf_counter()
+        encode_s = [0.0]
+
+        async def timed_event(piece: Piece, first: bool) -> Json | None:
+            begun = time.perf_counter()
+            event = await self._event(choice, piece, first)
+            encode_s[0] += time.perf_counter() - begun
+            return event
+
+        while self._opening and pieces:
+            await self._events.send(self._opening.pop(0))
+        for piece in pieces:
+            await self._events.send_made(partial(timed_event, piece))
+        if pieces:
+            sent_s = time.perf_counter() - stitched - encode_s[0]
+            self._job.clock.event_took(stitched - began, encode_s[0], sent_s)
+        return choice.reader.ended
+
     async def end(self) -> web.StreamResponse:
         for event in self._dialect.closing(self._job):
             await self._events.send(event)
-        return await self._events.finish()
+        response = await self._events.finish()
+        self._job.clock.num_bytes = self._events.num_bytes
+        return response
 
     async def _event(self, choice: _Choice, piece: Piece, first: bool) -> Json | None:
         choice.count(piece)
         encode = partial(self._dialect.event, self._job, choice.state, piece, first=first)
         event = await encoded(self._estimate(choice.state, piece), encode)
         choice.state.num_events += event is not None
+        self._job.clock.num_events += event is not None
+        self._job.clock.num_bytes = self._events.num_bytes
         return event
 
     def _estimate(self, state: ChoiceState, piece: Piece) -> int:

@@ -44,6 +44,11 @@ class EventStream:
         """Whether the status line has gone out, after which an error can only be an event."""
         return self._response.prepared
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all events so far."""
+        return self._client.num_bytes
+
     async def send(self, json: Json) -> None:
         """Returns when the client has room for more. Raises ConnectionResetError if it left."""
         async with self._lock:

@@ -88,9 +88,9 @@ class WorkerMetrics(Collector):
 
 
 class StageTimes(StageObserver):
-    """How long requests spend in each stage of an engine: histograms, with vLLM's names where it has the stage, and spans.
+    """How long requests spend in each stage of an engine, as histograms and as spans.
 
-    A handoff is no span here: what happens meanwhile happens elsewhere.
+    The names are vLLM's, where it has the stage. A handoff is no span here: what happens meanwhile happens elsewhere.
     """
 
     def __init__(self, metrics: WorkerMetrics, spans: RequestSpans) -> None:

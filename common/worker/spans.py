@@ -1,5 +1,6 @@
 """Traces of the requests that a worker serves: spans that the router's calls begin, and the engine's stages in them."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -9,6 +10,8 @@ import structlog
 
 from common.engine.request import RequestId
 from common.tracing import NO_SPAN, TRACING_OFF, Span, Tracing
+
+log = structlog.get_logger()
 
 
 class Call(Protocol):
@@ -30,9 +33,10 @@ class RequestSpans:
         """Around the call that serves a request: its span is the current one, and log lines name its trace."""
         span = self.tracing.served(name, call.invocation_metadata() or ()) if self.tracing.enabled else NO_SPAN
         if not span.trace_id:
-            yield
+            with _logged(name):
+                yield
             return
-        with span, structlog.contextvars.bound_contextvars(trace_id=span.trace_id):
+        with span, structlog.contextvars.bound_contextvars(trace_id=span.trace_id), _logged(name):
             self._names[request_id], self._spans[request_id] = name, span
             try:
                 yield
@@ -44,3 +48,19 @@ class RequestSpans:
         span, name = self._spans.get(request_id), self._names.get(request_id)
         if span is not None and name is not None:
             span.past(f"{name}.{stage}", took_s)
+
+
+@contextmanager
+def _logged(name: str) -> Iterator[None]:
+    """Two lines, at level debug, whose context names the request."""
+    log.debug("request_taken", call=name)
+    began = time.monotonic()
+    outcome = "cancelled"
+    try:
+        yield
+        outcome = "finished"
+    except Exception as error:
+        outcome = type(error).__name__
+        raise
+    finally:
+        log.debug("request_ended", call=name, outcome=outcome, took_s=round(time.monotonic() - began, 6))

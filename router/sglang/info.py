@@ -54,6 +54,9 @@ class _Unobserved:
     def prefilled(self, reply: prefill_pb2.PrefillReply) -> None:
         pass
 
+    def placed(self, took_s: float) -> None:
+        pass
+
     def fell_back(self) -> None:
         pass
 

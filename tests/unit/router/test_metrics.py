@@ -76,3 +76,26 @@ async def test_mean_time_between_tokens() -> None:
     assert value("moerelay_time_to_first_token_seconds_sum") == 1.0
     assert value("moerelay_inter_token_latency_seconds_sum") == 6.0
     assert value("moerelay_e2e_request_latency_seconds_sum") == 7.0
+
+
+async def test_what_a_stream_took_to_the_client() -> None:
+    """20 tokens one by one, of which the first and the 17th event are timed; every event and row is counted."""
+    async with running() as cluster:
+        events = await cluster.stream({"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 20}})
+        found = await samples_of(cluster)
+    assert found["moerelay_router_events_total", ()] == 20
+    assert found["moerelay_routing_rows_sent_total", ()] == 3 + 20 - 1
+    assert found["moerelay_router_sent_bytes_total", ()] == sum(len(b"data: " + event + b"\n\n") for event in events)
+    for stage in ("stitch", "encode", "send"):
+        assert found["moerelay_router_stage_seconds_count", (stage,)] == 2
+    assert found["moerelay_router_stage_seconds_count", ("place",)] == 1
+
+
+async def test_bytes_of_a_whole_answer() -> None:
+    async with (
+        running() as cluster,
+        cluster.http.post("/inference/v1/generate", json={"token_ids": [5], "sampling_params": {}}) as response,
+    ):
+        body = await response.read()
+        found = await samples_of(cluster)
+    assert found["moerelay_router_sent_bytes_total", ()] == len(body)
