@@ -132,6 +132,17 @@ class LinkSettings(TraceSettings):
         1.0, description="How long new requests are still taken after SIGTERM, while everybody hears that it drains."
     )
     drain_timeout_s: Seconds = Field(30.0, description="How long live requests may go on after SIGTERM.")
+    insecure: CliImplicitFlag[bool] = Field(
+        False, description="Listen beyond this machine, and call out of it, without keys: whoever gets there is obeyed."
+    )
+
+
+class ClusterKeySettings(LogSettings):
+    """What processes on several machines know each other by."""
+
+    cluster_key_file: Path | None = Field(
+        None, description="Keys of this process, made by `moerelay keys`, for TLS and an encrypted handoff."
+    )
 
 
 class HandoffSettings(LogSettings):
@@ -158,7 +169,7 @@ class PreemptionSettings(LogSettings):
     )
 
 
-class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings):
+class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings, ClusterKeySettings):
     """One prefill or decode worker."""
 
     worker_id: str = Field(
@@ -252,7 +263,7 @@ class ApiSettings(LinkSettings):
     )
 
 
-class RouterSettings(ApiSettings):
+class RouterSettings(ApiSettings, ClusterKeySettings):
     """moerelay router: the HTTP API in front of prefill and decode workers."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")

@@ -39,8 +39,16 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def write_ready_file(path: Path, address: str, control_address: str | None = None) -> None:
-    """Writes {"address", "control_address", "pid"} in one step, so that a reader never sees half of it."""
+def host_of(address: str) -> str:
+    """The host in HOST:PORT, without the brackets of an IPv6 address."""
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def write_ready_file(
+    path: Path, address: str, control_address: str | None = None, local_address: str | None = None
+) -> None:
+    """Writes {"address", "control_address", "local_address", "pid"} in one step, so that nobody reads half of it."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"address": address, "control_address": control_address, "pid": os.getpid()}))
+    addresses = {"address": address, "control_address": control_address, "local_address": local_address}
+    partial.write_text(json.dumps({**addresses, "pid": os.getpid()}))
     partial.replace(path)

@@ -8,10 +8,15 @@ from common.config import DecodeSettings
 from common.errors import ConfigError
 from common.handoff.receiver import HandoffReceiver
 from common.handoff.zmq_channel import ZmqListener
+from common.handoff.zmq_socket import tcp_host
 from common.model.config import ModelConfig
 from common.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from common.process import host_port
+from common.security.exposure import check_handoff
+from common.security.key_file import KeyFile
+from common.security.watched_file import WatchedFile
 from common.worker.core import WorkerCore, build_core
+from common.worker.keys import load_keys
 from common.worker.lifecycle import Lifecycle
 from common.worker.own_address import advertised
 from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine, tracing_of
@@ -23,18 +28,20 @@ from decode_worker.service import DecodeService
 
 async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> None:
     """Serves until told to stop; everything it opened is closed when it returns."""
+    keys = load_keys(settings, "decode")
+    handoff_endpoint(settings)  # before anything that takes long
     with tracing_of(settings, "decode") as tracing:
         await _serve(
-            settings, build_core(settings, path, config, swap_space_bytes=settings.swap_space, tracing=tracing)
+            settings, build_core(settings, path, config, swap_space_bytes=settings.swap_space, tracing=tracing), keys
         )
 
 
-async def _serve(settings: DecodeSettings, core: WorkerCore) -> None:
+async def _serve(settings: DecodeSettings, core: WorkerCore, keys: WatchedFile[KeyFile] | None) -> None:
     lifecycle = Lifecycle()
-    server = WorkerServer(settings, lifecycle)
+    server = WorkerServer(settings, lifecycle, keys)
     instance_id = new_instance_id()
     intake = Intake(core.engine, core.spans)
-    async with running_engine(core), _handoffs(settings, core, intake, instance_id) as (receiver, endpoint):
+    async with running_engine(core), _handoffs(settings, core, intake, instance_id, keys) as (receiver, endpoint):
         service = DecodeService(
             core, receiver, intake, lifecycle, local_prefill_max_tokens=settings.local_prefill_max_tokens
         )
@@ -56,9 +63,22 @@ async def _serve(settings: DecodeSettings, core: WorkerCore) -> None:
         await server.run([worker_service, own_service], core.engine_ended())
 
 
+def handoff_endpoint(settings: DecodeSettings) -> str:
+    """What to bind. Raises ConfigError if it is none, or would be open to other machines without keys."""
+    endpoint = settings.handoff_endpoint or f"tcp://{host_port(settings.host, 0)}"
+    host = tcp_host(endpoint, ConfigError)
+    if host is not None and settings.role != "both":
+        check_handoff(host, has_keys=settings.cluster_key_file is not None, insecure=settings.insecure)
+    return endpoint
+
+
 @asynccontextmanager
 async def _handoffs(
-    settings: DecodeSettings, core: WorkerCore, intake: Intake, instance_id: str
+    settings: DecodeSettings,
+    core: WorkerCore,
+    intake: Intake,
+    instance_id: str,
+    keys: WatchedFile[KeyFile] | None,
 ) -> AsyncIterator[tuple[HandoffReceiver | None, str]]:
     """The receiver and the endpoint that prefill workers connect to; neither with role both."""
     if settings.role == "both":
@@ -69,9 +89,12 @@ async def _handoffs(
         raise ConfigError(
             f"--handoff-credit-bytes {settings.handoff_credit_bytes} is less than the {slot_bytes} bytes of one token"
         )
-    endpoint = settings.handoff_endpoint or f"tcp://{host_port(settings.host, 0)}"
     async with (
-        ZmqListener(endpoint, advertise_host=advertised(settings)) as listener,
+        ZmqListener(
+            handoff_endpoint(settings),
+            advertise_host=advertised(settings),
+            admitted=(lambda: keys.value.handoff_clients) if keys else None,
+        ) as listener,
         HandoffReceiver(
             listener,
             core.store,

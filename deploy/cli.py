@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("deploy.verify.command", "check a running cluster bytewise against solo runs"),
     "advise": ("deploy.advise.command", "say how many workers of each kind a workload needs"),
     "doctor": ("deploy.doctor", "say what workers would compute with on this machine, and why"),
+    "keys": ("deploy.keys.command", "make, rotate and show the keys of a cluster that spans machines"),
     "make-model": ("deploy.make_model", "write a seeded random checkpoint"),
     "version": ("deploy.version", "print the version"),
 }

@@ -7,8 +7,9 @@ import structlog
 from aiohttp import web
 
 from common.config import RouterSettings
+from common.security.watched_file import Pollable, reading
 from common.tracing import open_tracing
-from router.access import Access
+from router.access import ACCESS, CLUSTER_KEYS, Access, load_cluster_keys
 from router.auth import GUARD, Guard, expect_continue, require_key
 from router.control.routes import controlling
 from router.cors import CORS, Cors, add_cors_headers, answer_preflights
@@ -61,9 +62,13 @@ def create_app(settings: RouterSettings, siblings: Siblings | None = None) -> we
         ConfigError: `--model` is no local directory, its generation_config.json cannot be used, or a key file cannot.
     """
     access = Access.of(settings)
+    cluster_keys = load_cluster_keys(settings)
     defaults = load_defaults(settings.model, ignore=settings.ignore_generation_config)
     surface = PUBLIC.with_control() if settings.admin_on_public_port else PUBLIC
     app = _application(settings, surface, Guard(access.keys, access.admin_keys, CONTROL_PATHS), access.cors)
+    app[ACCESS] = access
+    if cluster_keys:
+        app[CLUSTER_KEYS] = cluster_keys
     app[MODEL] = _served_model(settings)
     app[UNKNOWN_FIELDS] = UnknownFields()
     app[CHOICE_IDS] = ChoiceIds()
@@ -78,7 +83,7 @@ def create_app(settings: RouterSettings, siblings: Siblings | None = None) -> we
 
 def create_control_app(public: web.Application) -> web.Application:
     """The application of the control port, over what the public one has; to be started after it."""
-    access = Access.of(public[SETTINGS])
+    access = public[ACCESS]
     control = _application(public[SETTINGS], CONTROL, Guard(access.admin_keys, refuses_pages=True), access.cors)
     share(public, control)
     return control
@@ -116,13 +121,13 @@ async def _tracing(app: web.Application) -> AsyncIterator[None]:
 async def _serving(app: web.Application) -> AsyncIterator[None]:
     """Channels and heartbeats, from start to stop."""
     settings = app[SETTINGS]
-    fleet = app[FLEET] = Fleet(settings)
+    keys = app.get(CLUSTER_KEYS)
+    fleet = app[FLEET] = Fleet(settings, keys=keys)
     live = app[LIVE] = LiveRequests()
     app[METRICS] = RouterMetrics(lambda: len(live), fleet)
-    app[PIPELINE] = Pipeline(
-        fleet, connect_timeout_s=settings.connect_timeout_s, max_attempts=settings.max_attempts
-    )
-    async with GrammarChecker(settings.max_grammar_bytes) as app[GRAMMARS], fleet.running():
+    app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s, max_attempts=settings.max_attempts)
+    files: list[Pollable] = [*app[ACCESS].files, *([keys] if keys else [])]
+    async with GrammarChecker(settings.max_grammar_bytes) as app[GRAMMARS], fleet.running(), reading(files):
         yield
 
 

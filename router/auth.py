@@ -1,4 +1,4 @@
-"""API keys: read once from files, compared in constant time, asked for before a body is read. Never logged."""
+"""API keys: from files, compared in constant time, asked for before a body is read. Never logged."""
 
 import hmac
 from collections.abc import Iterable
@@ -18,9 +18,13 @@ _BEARER = "bearer "
 
 
 class KeyRing:
-    """Keys of one kind."""
+    """Keys of one kind, as they are now."""
 
     def __init__(self, keys: Iterable[str]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[str]) -> None:
+        """Takes others instead, from the next request on."""
         self._digests = [_digest(key) for key in keys]
 
     def accepts(self, key: str) -> bool:
@@ -34,11 +38,6 @@ class KeyRing:
 def _digest(key: str) -> bytes:
     """Of equal length for all keys. aiohttp hands bytes that are not UTF-8 on as surrogates."""
     return sha256(key.encode(errors="surrogateescape")).digest()
-
-
-def read_keys(path: Path | None, flag: str) -> KeyRing | None:
-    """The keys of a file, as `listed_keys` reads them. None without a path."""
-    return None if path is None else KeyRing(listed_keys(path, flag))
 
 
 def listed_keys(path: Path, flag: str) -> list[str]:

@@ -10,6 +10,9 @@ import structlog
 from common.config import RouterSettings
 from common.errors import UnavailableError
 from common.pb import types_pb2, worker_pb2
+from common.security.exposure import exposed_worker
+from common.security.key_file import KeyFile
+from common.security.watched_file import WatchedFile
 from router.discovery.listing import Listing
 from router.discovery.resolver import Resolver, resolver_of
 from router.discovery.roster import Roster
@@ -43,22 +46,31 @@ class Pair:
 class Fleet:
     """Only workers with one description of the model serve together: `leader` names it, others are refused."""
 
-    def __init__(self, settings: RouterSettings, resolve: Callable[[str], Resolver | None] = resolver_of) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        resolve: Callable[[str], Resolver | None] = resolver_of,
+        keys: WatchedFile[KeyFile] | None = None,
+    ) -> None:
         self._settings = settings
+        self._keys = keys
         self._placer = Placer(settings.placement)
         self._was_falling_back = False
         sides: list[tuple[Side, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
         #: What was configured, and what it stands for now.
-        self.listings = [Listing(side, source, resolve(source)) for side, sources in sides for source in sources]
+        check = None if keys or settings.insecure else exposed_worker
+        self.listings = [Listing(side, source, resolve(source), check) for side, sources in sides for source in sources]
         self._roster = Roster(self.listings, self._connect)
         self.workers: Sequence[Worker] = self._roster.workers
 
     def _connect(self, address: str, side: Side) -> Worker:
+        keys = self._keys
         return Worker(
             address,
             side,
             max_message_bytes=self._settings.max_message_bytes,
             silence_limit_s=self._settings.heartbeat_timeout_s,
+            keys=(lambda: keys.value) if keys else None,
         )
 
     @asynccontextmanager
@@ -77,7 +89,12 @@ class Fleet:
                 log.info("worker_state", worker=worker.id, address=worker.address, state=worker.state)
             elif worker.status is None and not warned:
                 warned = True
-                log.warning("worker_never_answered", address=worker.address, side=worker.side, hint="is it started?")
+                log.warning(
+                    "worker_never_answered",
+                    address=worker.address,
+                    side=worker.side,
+                    hint="is it started, with keys that fit?",
+                )
             self.review()
             await asyncio.sleep(self._settings.heartbeat_interval_s)
 

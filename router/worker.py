@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from typing import Literal
 
 import grpc
@@ -11,11 +12,16 @@ import grpc
 from common.errors import MoerelayError, WorkerLostError
 from common.pb import decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from common.rpc import channel_options
+from common.security.grpc_keys import CHANNEL_OPTIONS, channel_credentials
+from common.security.key_file import KeyFile
 from router.breaker import Breaker
 from router.calls import worker_errors
 from router.failure import Failure
 from router.feed import Feed
 from router.worker_state import State, WorkerState
+
+#: For a call on a channel that was replaced; only control operations take so long.
+RETIRE_GRACE_S = 3600.0
 
 Side = Literal["prefill", "decode"]
 
@@ -37,17 +43,26 @@ _PAUSED = (worker_pb2.PAUSE_STATE_PAUSING, worker_pb2.PAUSE_STATE_PAUSED)
 
 
 class Worker:
-    """Owns the gRPC channel. `side` is where the configuration lists the worker; its own role must agree."""
+    """Owns the gRPC channel. `side` is where the configuration lists the worker; its own role must agree.
 
-    def __init__(self, address: str, side: Side, *, max_message_bytes: int, silence_limit_s: float) -> None:
+    `keys`: what this router shows and believes now; None: neither encrypts.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        side: Side,
+        *,
+        max_message_bytes: int,
+        silence_limit_s: float,
+        keys: Callable[[], KeyFile] | None = None,
+    ) -> None:
         self.address = address
         self.side = side
-        self.channel = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
-        self.control: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(self.channel)
-        self.prefill: prefill_pb2_grpc.PrefillAsyncStub = prefill_pb2_grpc.PrefillStub(self.channel)
-        self.decode: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channel)
-        #: What a decode worker streams to all requests; opened after a heartbeat.
-        self.feed = Feed(self.decode, lambda: self.id)
+        self._max_message_bytes = max_message_bytes
+        self._keys = keys
+        self._connect()
+        self._retiring: set[asyncio.Task[None]] = set()
         #: The last answer to a heartbeat; None until there was one.
         self.status: worker_pb2.WorkerStatus | None = None
         #: Why the worker is not used although it lives; set by the fleet.
@@ -63,6 +78,21 @@ class Worker:
         self._dependents_at_heartbeat = 0
         #: One heartbeat at a time, so that an older answer never replaces a newer one.
         self._beating = asyncio.Lock()
+
+    def _connect(self) -> None:
+        """Makes the channel with the keys of now, and what speaks over it."""
+        options = channel_options(self._max_message_bytes)
+        self._shown = self._keys() if self._keys else None
+        if self._shown is None:
+            self.channel = grpc.aio.insecure_channel(self.address, options=options)
+        else:
+            credentials = channel_credentials(self._shown)
+            self.channel = grpc.aio.secure_channel(self.address, credentials, options=[*options, *CHANNEL_OPTIONS])
+        self.control: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(self.channel)
+        self.prefill: prefill_pb2_grpc.PrefillAsyncStub = prefill_pb2_grpc.PrefillStub(self.channel)
+        self.decode: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channel)
+        #: What a decode worker streams to all requests; opened after a heartbeat.
+        self.feed = Feed(self.decode, lambda: self.id)
 
     @property
     def id(self) -> str:
@@ -122,6 +152,8 @@ class Worker:
     async def heartbeat(self, timeout_s: float) -> None:
         """Asks the worker for its state; a failure counts against it."""
         async with self._beating:
+            if self._keys and self._keys() is not self._shown and not self.is_needed:
+                self._reconnect()
             await self._heartbeat(timeout_s)
         self.was_asked = True
 
@@ -188,11 +220,30 @@ class Worker:
         finally:
             self._dependents.discard(failure)
 
+    def _reconnect(self) -> None:
+        """For new keys. A connection goes on with those that it was made with, so nothing of this is urgent."""
+        retiring = asyncio.create_task(_retire(self.channel, self.feed), context=Context())
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retiring.discard)
+        self._connect()
+
     async def close(self, grace_s: float | None = None) -> None:
         """Ends calls that are still under way after `grace_s`; none: at once."""
+        for retiring in self._retiring:
+            retiring.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
         await self.feed.close()
         await self.channel.close(grace_s)
 
     def _fail_dependents(self, message: str) -> None:
         for failure in self._dependents:
             failure.set(WorkerLostError(message))
+
+
+async def _retire(channel: grpc.aio.Channel, feed: Feed) -> None:
+    """Closes a channel that has a successor, once the last call on it has ended: a weight update, say."""
+    await feed.close()
+    try:
+        await channel.close(RETIRE_GRACE_S)
+    finally:
+        await channel.close()

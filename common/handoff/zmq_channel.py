@@ -5,7 +5,7 @@ A message of one empty frame is a probe: the listener finds out with it which co
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +15,7 @@ import zmq
 from common.config import is_loopback
 from common.errors import ConfigError, HandoffRefusedError, WorkerLostError
 from common.handoff.channel import HIGH_WATER_MARK, PeerGone, PeerId, Received
+from common.handoff.curve import Admission, call, serve, split_key, with_key
 from common.handoff.frames import Frame
 from common.handoff.zmq_socket import (
     BACKLOG,
@@ -40,27 +41,40 @@ class ZmqListener:
     Args:
         endpoint: what to bind; `tcp://HOST:0` takes a free port.
         advertise_host: host name or address at which prefill workers reach a tcp endpoint, if it is not HOST.
+        admitted: public keys of the prefill workers that may connect to a tcp endpoint, asked for each; None: anybody
+            may, and nothing is encrypted. Sockets of ipc are for whoever may enter their folder.
 
     Raises:
         ConfigError: the endpoint cannot be bound, or nobody could connect to it.
     """
 
     def __init__(
-        self, endpoint: str, *, advertise_host: str | None = None, high_water_mark: int = HIGH_WATER_MARK
+        self,
+        endpoint: str,
+        *,
+        advertise_host: str | None = None,
+        high_water_mark: int = HIGH_WATER_MARK,
+        admitted: Callable[[], Collection[str]] | None = None,
     ) -> None:
         host = tcp_host(endpoint, ConfigError)
-        if host is not None and not is_loopback(host):
+        if host is not None and admitted is None and not is_loopback(host):
             log.warning("handoff_not_encrypted", endpoint=endpoint, advice="anybody who reaches this port is trusted")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = new_socket(self._context, zmq.ROUTER, endpoint, high_water_mark)
+        self._admission: Admission | None = None
+        key: str | None = None
+        if host is not None and admitted is not None:
+            self._admission = Admission(self._context, admitted)
+            key = serve(socket)
         self._socket = MonitoredSocket(socket)
         self._peers: set[PeerId] = set()
         self._gone: list[PeerId] = []
         self._probe_times: list[float] = []
         try:
-            self._endpoint = _bind(socket, endpoint, host, advertise_host)
+            address = _bind(socket, endpoint, host, advertise_host)
+            self._endpoint = address if key is None else with_key(address, key)
         except ConfigError:
-            self._socket.close()
+            self._close_sockets()
             self._context.term()
             raise
 
@@ -110,10 +124,21 @@ class ZmqListener:
                 return False
             raise
 
+    @property
+    def num_refused(self) -> int:
+        """Clients that were sent away for their key."""
+        return self._admission.num_refused if self._admission else 0
+
     async def close(self) -> None:
-        self._socket.close()
+        self._close_sockets()
         # Waits for LINGER_MS at most.
         await asyncio.to_thread(self._context.term)
+
+    def _close_sockets(self) -> None:
+        self._socket.close()
+        if self._admission is not None:
+            self._admission.close()
+            self._admission = None
 
 
 def _bind(socket: "zmq.Socket[bytes]", endpoint: str, host: str | None, advertise_host: str | None) -> str:
@@ -174,13 +199,32 @@ class ZmqLink:
         self._socket.close()
 
     def _loss(self) -> WorkerLostError:
+        if self._socket.was_refused:
+            return WorkerLostError(
+                f"the decode worker at {self._endpoint} does not admit this worker's key; "
+                "give both the files of one folder of `moerelay keys`"
+            )
         return WorkerLostError(f"the connection to the decode worker at {self._endpoint} is lost or cannot be made")
 
 
 class ZmqConnector:
-    """P's side."""
+    """P's side.
 
-    def __init__(self, *, high_water_mark: int = HIGH_WATER_MARK) -> None:
+    Args:
+        secret_key: of this worker, in hexadecimal, asked for each connection; None: it has none, and connects only to
+            those that need none.
+        insecure: connects without encryption beyond this machine, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        high_water_mark: int = HIGH_WATER_MARK,
+        secret_key: Callable[[], str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        self._secret_key = secret_key
+        self._insecure = insecure
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._high_water_mark = high_water_mark
         self._links: list[ZmqLink] = []
@@ -200,20 +244,38 @@ class ZmqConnector:
         return len(self._links)
 
     def connect(self, endpoint: str) -> ZmqLink:
-        tcp_host(endpoint, HandoffRefusedError)
-        socket = new_socket(self._context, zmq.DEALER, endpoint, self._high_water_mark)
+        address, server_key = split_key(endpoint)
+        secret_key = self._check_protection(address, server_key)
+        socket = new_socket(self._context, zmq.DEALER, address, self._high_water_mark)
+        if server_key is not None and secret_key is not None:
+            call(socket, server_key, secret_key)
         # A connection that was lost has lost messages too, so its transfers fail and the next one gets a new socket.
         # Reconnecting would deliver what is queued for a dead process to its successor.
         socket.set(zmq.RECONNECT_IVL, -1)
         socket.set(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        link = ZmqLink(socket, endpoint)
+        link = ZmqLink(socket, address)
         try:
-            socket.connect(endpoint)
+            socket.connect(address)
         except zmq.ZMQError as error:
             link.close()
-            raise HandoffRefusedError(f"{endpoint!r} is no endpoint to connect to: {error.strerror}") from error
+            raise HandoffRefusedError(f"{address!r} is no endpoint to connect to: {error.strerror}") from error
         self._links = [*(other for other in self._links if not other.closed), link]
         return link
+
+    def _check_protection(self, address: str, server_key: str | None) -> str | None:
+        """This worker's key, if it has one. Raises HandoffRefusedError if the connection must not be made."""
+        host = tcp_host(address, HandoffRefusedError)
+        if server_key is None and host is not None and not (self._insecure or is_loopback(host)):
+            raise HandoffRefusedError(
+                f"the decode worker at {address} is on another machine and encrypts nothing; start it with "
+                "--cluster-key-file, or this worker with --insecure"
+            )
+        secret_key = self._secret_key() if self._secret_key else None
+        if server_key is not None and secret_key is None:
+            raise HandoffRefusedError(
+                f"the decode worker at {address} admits only workers with keys; start this one with --cluster-key-file"
+            )
+        return secret_key
 
     async def close(self) -> None:
         for link in self._links:

@@ -1,7 +1,6 @@
 """ZeroMQ sockets as the handoff uses them: every option with its reason, the endpoints, and the loss of connections.
 
-Nothing is encrypted or authenticated yet. CURVE keys belong into `new_socket`, and a ZAP allow-list of client keys onto
-the listener's context.
+`curve` has what encrypts them and who is let in.
 """
 
 import asyncio
@@ -57,6 +56,8 @@ class MonitoredSocket:
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
         self._monitor = socket.get_monitor_socket(_LOSS_EVENTS)
+        #: The peer did not admit this socket's key.
+        self.was_refused = False
         self._readable, self._writable = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._descriptors = [each.fileno() for each in (self._socket, self._monitor)]
@@ -115,6 +116,7 @@ class MonitoredSocket:
         while _events_of(self._monitor) & zmq.POLLIN and (frames := _receive_now(self._monitor)) is not None:
             event = parse_monitor_message([frame.bytes for frame in frames])
             log.debug("handoff_connection_event", kind=str(event["event"]))
+            self.was_refused |= event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
             lost = True
         return lost
 

@@ -8,7 +8,7 @@ import pytest
 from common.config import RouterSettings
 from common.errors import ConfigError
 from router.app import create_app
-from router.auth import KeyRing, read_keys
+from router.auth import KeyRing, listed_keys
 from tests.unit.router.cluster import GENERATE, Cluster, running, strict_json
 
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "temperature": 0}}
@@ -113,5 +113,29 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "missing", tmp_path, tmp_path / "bytes"):
         with pytest.raises(ConfigError, match="cannot be read"):
-            read_keys(path, "--api-key-file")
-    assert read_keys(None, "--api-key-file") is None
+            listed_keys(path, "--api-key-file")
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+async def test_keys_are_rotated_without_a_restart(key_file: Path) -> None:
+    """Of the API and of the control port."""
+    async with running(api_key_file=key_file, admin_key_file=key_file, admin_on_public_port=True) as cluster:
+
+        async def opens(key: str, path: str = "/v1/models") -> bool:
+            async with cluster.http.get(path, headers={"X-API-Key": key}) as response:
+                assert response.status in (200, 401)
+                return response.status == 200
+
+        old = listed_keys(key_file, "--api-key-file")[0]
+        assert (await opens(old), await opens("new"), await opens("new", "/is_paused")) == (True, False, False)
+        write(key_file, f"new\n{old}\n")
+        async with asyncio.timeout(20):
+            while not await opens("new") or not await opens("new", "/is_paused"):
+                assert await opens(old)
+        write(key_file, "new\n")
+        async with asyncio.timeout(20):
+            while await opens(old):
+                assert await opens("new")

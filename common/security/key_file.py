@@ -1,0 +1,103 @@
+"""The key file of one process, as `moerelay keys` makes it: what it shows to others, and whom it believes."""
+
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import structlog
+
+from common.errors import ConfigError
+from common.security.watched_file import WatchedFile
+
+#: Of the file; another one is refused.
+FORMAT = 1
+
+#: Before the end of a certificate.
+WARN_DAYS = 30
+
+#: Which process a file is for. A worker of role both takes the decode workers' file.
+KeyRole = Literal["router", "prefill", "decode"]
+
+log = structlog.get_logger()
+
+
+class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys of the current generation, and what the peers of this process show in this one, the last one and the next.
+
+    PEM: `certificate`, `private_key` and each authority in `trusted`. CURVE keys are 32 bytes in hexadecimal.
+    """
+
+    format: int
+    #: Names the cluster; files of two clusters never fit.
+    cluster: str
+    role: KeyRole
+    generation: int
+    #: The day on which the certificate ends, in UTC: YYYY-MM-DD.
+    expires: str
+    certificate: str
+    private_key: str
+    trusted: tuple[str, ...]
+    #: Prefill: the secret key that it shows to decode workers.
+    handoff_secret_key: str | None = None
+    #: Decode: public keys of the prefill workers that are admitted.
+    handoff_clients: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Without secrets: this may end up in a log."""
+        return f"KeyFile(cluster={self.cluster!r}, role={self.role!r}, generation={self.generation})"
+
+    @property
+    def trusted_pem(self) -> bytes:
+        """All authorities, as TLS libraries take them."""
+        return "".join(self.trusted).encode()
+
+    def days_left(self, now: datetime | None = None) -> int:
+        """Whole days until the certificate ends; negative afterwards."""
+        return (datetime.strptime(self.expires, "%Y-%m-%d").replace(tzinfo=UTC) - (now or datetime.now(UTC))).days
+
+
+def watch_key_file(path: Path, role: KeyRole) -> WatchedFile[KeyFile]:
+    """As `read_key_file`, and again whenever it changes. The log says when its certificate is about to end."""
+    file = WatchedFile(path, partial(read_key_file, role=role), warn_of_end)
+    warn_of_end(file.value)
+    return file
+
+
+def warn_of_end(keys: KeyFile) -> None:
+    """Says so if there is little time left."""
+    if keys.days_left() < WARN_DAYS:
+        log.warning("cluster_keys_end_soon", expires=keys.expires, hint="run `moerelay keys rotate`")
+
+
+def read_key_file(path: Path, role: KeyRole) -> KeyFile:
+    """Raises ConfigError if it cannot be read, is none of `moerelay keys`, or is for another kind of process."""
+    flag = f"--cluster-key-file {path}"
+    try:
+        keys = msgspec.json.decode(path.read_bytes(), type=KeyFile)
+    except OSError as error:
+        raise ConfigError(f"{flag} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # Its message says where, and never what is there.
+        raise ConfigError(f"{flag} is no file of `moerelay keys`: {error}") from error
+    if keys.format != FORMAT:
+        raise ConfigError(
+            f"{flag} has format {keys.format}, and this version knows {FORMAT}; use `moerelay keys` of it"
+        )
+    if keys.role != role:
+        raise ConfigError(f"{flag} is for a {keys.role} process; give this one {role}.json of the same folder")
+    _check_contents(keys, flag)
+    return keys
+
+
+def _check_contents(keys: KeyFile, flag: str) -> None:
+    try:
+        datetime.strptime(keys.expires, "%Y-%m-%d")
+        curve = [bytes.fromhex(key) for key in (*keys.handoff_clients, keys.handoff_secret_key) if key is not None]
+    except ValueError:
+        raise ConfigError(f"{flag} is damaged; make it anew with `moerelay keys rotate`") from None
+    wanted = {"router": (False, False), "prefill": (True, False), "decode": (False, True)}[keys.role]
+    complete = (keys.handoff_secret_key is not None, bool(keys.handoff_clients)) == wanted
+    if not complete or not keys.trusted or any(len(key) != 32 for key in curve):
+        raise ConfigError(f"{flag} is damaged; make it anew with `moerelay keys rotate`")

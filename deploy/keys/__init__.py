@@ -1,0 +1,1 @@
+"""`moerelay keys`: makes, rotates and shows the keys of a cluster."""
