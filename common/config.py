@@ -169,6 +169,30 @@ class PreemptionSettings(LogSettings):
     )
 
 
+class SelfCheckSettings(LogSettings):
+    """Which finished requests a decode worker computes again, to compare the bytes."""
+
+    self_check_rate: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of finished requests that idle decode workers run again, alone, and compare.",
+    )
+    self_check_max_tokens: int = Field(
+        4096, gt=1, description="Longest sequence that is checked; its KV takes memory of its own meanwhile."
+    )
+    self_check_dir: Path | None = Field(
+        None, description="Where requests that came out differently are kept for `moerelay replay`; default: nowhere."
+    )
+    self_check_files: int = Field(20, gt=0, description="Files in --self-check-dir; the oldest make room.")
+
+    @model_validator(mode="after")
+    def _keeps_what_it_finds(self) -> Self:
+        if self.self_check_dir is not None and not self.self_check_rate:
+            raise ValueError("--self-check-dir has no effect without --self-check-rate; give both or neither")
+        return self
+
+
 class WorkerSettings(ModelSettings, HandoffSettings, LinkSettings, ClusterKeySettings):
     """One prefill or decode worker."""
 
@@ -189,7 +213,7 @@ class PrefillSettings(WorkerSettings):
     """moerelay prefill worker: computes prompts and hands KV and routing rows to decode workers."""
 
 
-class DecodeSettings(WorkerSettings, LocalPrefillSettings, PreemptionSettings):
+class DecodeSettings(WorkerSettings, LocalPrefillSettings, PreemptionSettings, SelfCheckSettings):
     """moerelay decode worker: receives handoffs (or, as role both, prefills itself) and generates tokens."""
 
     role: Literal["decode", "both"] = Field("decode", description="both: prefill here too, no handoff.")
@@ -278,7 +302,9 @@ class RouterSettings(ApiSettings, ClusterKeySettings):
     enable_return_routed_experts: CliImplicitFlag[bool] = Field(True, description="Return routing rows.")
 
 
-class UpSettings(ModelSettings, HandoffSettings, LocalPrefillSettings, PreemptionSettings, ApiSettings):
+class UpSettings(
+    ModelSettings, HandoffSettings, LocalPrefillSettings, PreemptionSettings, SelfCheckSettings, ApiSettings
+):
     """Start a whole cluster on this machine and print one line on stdout when it serves."""
 
     prefill: int = Field(1, ge=0, description="Number of prefill workers; none in aggregated mode.")

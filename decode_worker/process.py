@@ -22,6 +22,7 @@ from common.worker.own_address import advertised
 from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine, tracing_of
 from common.worker.server import WorkerServer
 from decode_worker.intake import Intake
+from decode_worker.self_check.settings import checking
 from decode_worker.metrics import handoff_metrics
 from decode_worker.service import DecodeService
 
@@ -58,6 +59,8 @@ async def _serve(settings: DecodeSettings, core: WorkerCore, keys: WatchedFile[K
         if receiver is not None:
             handoff_metrics(metrics, receiver, intake)
             service.local_prefills.register(metrics)
+        if self_check is not None:
+            self_check.register(metrics)
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
         own_service = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
         await server.run([worker_service, own_service], core.engine_ended())

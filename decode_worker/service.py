@@ -1,6 +1,7 @@
 """The Decode gRPC service: the streamed choices of one prompt, prefilled here or handed over by a prefill worker."""
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +21,7 @@ from decode_worker.feed import Feeds
 from decode_worker.intake import Intake
 from decode_worker.local_prefills import Cause, LocalPrefills
 from decode_worker.outbox import Outbox
+from decode_worker.self_check.checker import SelfCheck
 
 log = structlog.get_logger()
 
@@ -60,6 +62,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         lifecycle: Lifecycle,
         *,
         local_prefill_max_tokens: int = 0,
+        self_check: SelfCheck | None = None,
     ) -> None:
         self.local_prefills = LocalPrefills()
         self._core = core
@@ -67,6 +70,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._intake = intake
         self._lifecycle = lifecycle
         self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._self_check = self_check
         self._live: dict[RequestId, _Call] = {}
         self._freeing: set[asyncio.Task[None]] = set()
         self._feeds = Feeds()
@@ -116,16 +120,21 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     self._core.grammars,
                     local_prefill_max_tokens=self._local_prefill_max_tokens if remote else 0,
                 )
-                self._core.engine.submit(engine_request)
-                # Aborts that came before the engine knew the request.
-                for choice in sorted(call.aborted):
-                    self._core.engine.abort(request_id, choice)
-                if remote:
-                    await self._admit(engine_request, call, outbox, context)
-                answer = Answer(call.num_choices, partial(self._count_whole, engine_request))
-                await self._stream(request, call, outbox, answer, context)
+                with self._watching(engine_request, outbox):
+                    self._core.engine.submit(engine_request)
+                    # Aborts that came before the engine knew the request.
+                    for choice in sorted(call.aborted):
+                        self._core.engine.abort(request_id, choice)
+                    if remote:
+                        await self._admit(engine_request, call, outbox, context)
+                    answer = Answer(call.num_choices, partial(self._count_whole, engine_request))
+                    await self._stream(request, call, outbox, answer, context)
             finally:
                 await self._free(request_id)
+
+    def _watching(self, request: EngineRequest, outbox: Outbox) -> AbstractContextManager[None]:
+        """Around all that the request is told, in case it is to be checked."""
+        return nullcontext() if self._self_check is None else self._self_check.watching(request, outbox)
 
     async def _admit(self, request: EngineRequest, call: _Call, outbox: Outbox, context: Context) -> None:
         """Waits for blocks, then invites the handoff, or says that none is needed.

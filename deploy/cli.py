@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("deploy.up", "start a cluster on this machine"),
     "generate": ("deploy.generate", "stream one completion and show its routing"),
     "verify": ("deploy.verify.command", "check a running cluster bytewise against solo runs"),
+    "replay": ("deploy.replay", "compute a request again that a self-check has kept"),
     "advise": ("deploy.advise.command", "say how many workers of each kind a workload needs"),
     "doctor": ("deploy.doctor", "say what workers would compute with on this machine, and why"),
     "keys": ("deploy.keys.command", "make, rotate and show the keys of a cluster that spans machines"),

@@ -80,22 +80,7 @@ class SoloOracle:
             ConfigError: this process cannot compute as the cluster does, or the cluster serves other weights.
             CheckpointError: the checkpoint is broken.
         """
-        # The other half is the cluster's, if it runs here. Threads that wait for one another on busy cores are slow.
-        torch.set_num_threads(max(1, num_cores() // 2))
-        device, dtype, kernels = _same_arithmetic(served.numerics, config)
-        loaded = load_model(
-            path, config, dtype, device, progress=True, max_positions=served.max_model_len, kernels=kernels
-        )
-        if loaded.fingerprint != served.fingerprint:
-            raise ConfigError(
-                f"the cluster serves other weights (fingerprint {served.fingerprint}) than {path} holds "
-                f"({loaded.fingerprint}); name its checkpoint with --model"
-            )
-        layout = kv_layout(config, _BLOCK_SIZE, dtype)
-        num_blocks = -(-num_positions // _BLOCK_SIZE) + 1  # one more for the null block
-        store = KVStore(layout, config.routing, num_blocks, device)
-        runner = ModelRunner(loaded.decoder, store)
-        solo = SoloRunner(runner, store, config.eos_token_ids, weight_version=served.weight_version)
+        solo, dtype = load_solo(path, config, served, num_positions)
         return cls(solo, dtype, vocabulary, matchers)
 
     def answer(self, case: Case) -> Sequence[SoloResult]:
@@ -111,6 +96,29 @@ class SoloOracle:
             self._runner.run(case.prompt, sampling, case.rows_from, choice=choice, matcher=matcher)
             for choice in range(sampling.n)
         ]
+
+
+def load_solo(path: Path, config: ModelConfig, served: Served, num_positions: int) -> tuple[SoloRunner, torch.dtype]:
+    """A solo runner with the cluster's weights and arithmetic, for sequences of up to `num_positions` tokens.
+
+    Raises:
+        ConfigError: this process cannot compute as the cluster does, or the cluster serves other weights.
+        CheckpointError: the checkpoint is broken.
+    """
+    # The other half is the cluster's, if it runs here. Threads that wait for one another on busy cores are slow.
+    torch.set_num_threads(max(1, num_cores() // 2))
+    device, dtype, kernels = _same_arithmetic(served.numerics, config)
+    loaded = load_model(path, config, dtype, device, progress=True, max_positions=served.max_model_len, kernels=kernels)
+    if loaded.fingerprint != served.fingerprint:
+        raise ConfigError(
+            f"the cluster serves other weights (fingerprint {served.fingerprint}) than {path} holds "
+            f"({loaded.fingerprint}); name its checkpoint with --model"
+        )
+    layout = kv_layout(config, _BLOCK_SIZE, dtype)
+    num_blocks = -(-num_positions // _BLOCK_SIZE) + 1  # one more for the null block
+    store = KVStore(layout, config.routing, num_blocks, device)
+    runner = ModelRunner(loaded.decoder, store)
+    return SoloRunner(runner, store, config.eos_token_ids, weight_version=served.weight_version), dtype
 
 
 def compile_grammars(path: Path, config: ModelConfig, vocabulary: Vocabulary) -> dict[str, GrammarMatcher]:
@@ -138,5 +146,5 @@ def _same_arithmetic(numerics: str, config: ModelConfig) -> tuple[torch.device, 
     here = "; ".join(seen)
     raise ConfigError(
         f"this machine computes other bits than the cluster, so a solo run here proves nothing: "
-        f"the cluster has [{numerics}], here there is [{here}]; run verify on a machine like the workers'"
+        f"the cluster has [{numerics}], here there is [{here}]; run this on a machine like the workers'"
     )

@@ -15,6 +15,7 @@ from common.model.batch import Runner
 from common.model.decoder import MoeDecoder
 from common.model.families import parse_config
 from common.model.loader import LoadedModel, load_model
+from common.model.numerics import numerics_fingerprint
 from common.model.runner import ModelRunner, kv_layout
 from common.pb import types_pb2
 from common.worker.checkpoints import CheckpointLoader
@@ -37,6 +38,7 @@ class Kit:
     max_model_len: int
     eos_token_ids: frozenset[int]
     path: Path = Path("in memory")
+    numerics: str = "this process"
     #: Loads another checkpoint of the same model; a kit without a checkpoint cannot.
     load: Load = _no_checkpoint
 
@@ -70,7 +72,7 @@ class Kit:
             fingerprint=self.fingerprint,
             weight_version="0",
             dtype=str(layout.dtype).removeprefix("torch."),
-            numerics="this process",
+            numerics=self.numerics,
             num_layers=record.num_layers,
             num_experts=record.num_experts,
             top_k=record.top_k,
@@ -113,6 +115,7 @@ def checkpoint_kit(
         max_model_len=max_model_len or config.max_position_embeddings,
         eos_token_ids=config.eos_token_ids,
         path=path,
+        numerics=numerics_fingerprint(device, dtype, loaded.decoder.kernels),
         load=CheckpointLoader(
             config, dtype, device, max_model_len or config.max_position_embeddings, loaded.decoder.kernels
         ).load,

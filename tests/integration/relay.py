@@ -5,9 +5,9 @@ a device that stands still, a peer that goes away.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -22,14 +22,19 @@ from common.kv.pool import BlockPool
 from common.model.batch import Runner
 from common.model.runner import ModelRunner
 from common.pb import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
+from common.tracing import open_tracing
 from common.worker.bridge import EngineBridge
 from common.worker.core import WorkerCore
 from common.worker.lifecycle import Lifecycle
 from common.worker.machine import WorkerCores
 from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine
 from common.worker.server import WorkerServer
+from common.worker.spans import RequestSpans
 from decode_worker.intake import Intake
+from decode_worker.metrics import handoff_metrics as receiver_metrics
+from decode_worker.self_check.checker import SelfCheck
 from decode_worker.service import DecodeService
+from prefill_worker.metrics import handoff_metrics as sender_metrics
 from prefill_worker.service import PrefillService
 from tests.contract.rig import GatedListener
 from tests.contract.transports import MemoryTransport, Transport
@@ -62,6 +67,10 @@ class WorkerPlan:
     swap_space_bytes: int = 2**30
     #: Of a decode worker.
     local_prefill_max_tokens: int = 0
+    #: Where its traces go; None: it has none.
+    traces: str | None = None
+    #: Of a decode worker: makes what checks its requests.
+    self_check: Callable[[WorkerCore], SelfCheck] | None = None
 
     def settings(self, cls: type[WorkerSettings]) -> WorkerSettings:
         return cls(model="in memory", max_message_bytes=self.max_message_bytes, handoff_timeout_s=self.timeout_s)
@@ -174,12 +183,20 @@ def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
     return WorkerCore(weights, WorkerCores("0", 1), True, store, engine, bridge, kit.grammars(), make_solo), runner
 
 
+def _spans(plan: WorkerPlan, stack: AsyncExitStack, service: str) -> RequestSpans:
+    return RequestSpans(stack.enter_context(open_tracing(plan.traces, 1.0, service=service)))
+
+
 @asynccontextmanager
 async def _decode_worker(plan: WorkerPlan, listener: Listener | None) -> AsyncIterator[WorkerEnd]:
     (core, runner), lifecycle, instance_id = _core(plan), Lifecycle(), new_instance_id()
     settings = plan.settings(DecodeSettings)
-    intake = Intake(core.engine)
     async with AsyncExitStack() as stack:
+        core = replace(core, spans=_spans(plan, stack, "decode"))
+        intake = Intake(core.engine, core.spans)
+        self_check = None if plan.self_check is None else plan.self_check(core)
+        if self_check is not None:
+            stack.callback(self_check.close)
         await stack.enter_async_context(running_engine(core))
         receiver = None
         if listener is not None:
@@ -193,10 +210,16 @@ async def _decode_worker(plan: WorkerPlan, listener: Listener | None) -> AsyncIt
                     credit_bytes=plan.credit_bytes,
                     known_versions=lambda: core.engine.known_weight_versions,
                     handler=intake,
+                    tracing=core.spans.tracing,
                 )
             )
         service = DecodeService(
-            core, receiver, intake, lifecycle, local_prefill_max_tokens=plan.local_prefill_max_tokens
+            core,
+            receiver,
+            intake,
+            lifecycle,
+            local_prefill_max_tokens=plan.local_prefill_max_tokens,
+            self_check=self_check,
         )
         server = WorkerServer(settings, lifecycle)
         role = types_pb2.ROLE_BOTH if receiver is None else types_pb2.ROLE_DECODE
@@ -204,8 +227,10 @@ async def _decode_worker(plan: WorkerPlan, listener: Listener | None) -> AsyncIt
             server, settings, core, lifecycle, role=role, role_service=service, instance_id=instance_id
         )
         if receiver is not None:
-            metrics.counter("handoff_bytes", "As in the decode worker.", lambda: receiver.bytes_received)
+            receiver_metrics(metrics, receiver, intake)
             service.local_prefills.register(metrics)
+        if self_check is not None:
+            self_check.register(metrics)
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
         await stack.enter_async_context(_started(server))
         yield WorkerEnd(core, runner, server.address, instance_id, service, receiver)
@@ -216,13 +241,14 @@ async def _prefill_worker(plan: WorkerPlan, connector: ValvedConnector) -> Async
     (core, runner), lifecycle, instance_id = _core(plan), Lifecycle(), new_instance_id()
     settings = plan.settings(PrefillSettings)
     async with AsyncExitStack() as stack:
+        core = replace(core, spans=_spans(plan, stack, "prefill"))
         await stack.enter_async_context(running_engine(core))
         stack.push_async_callback(connector.close)
         sender = await stack.enter_async_context(
             HandoffSender(connector, core.store, lambda: handoff_identity(core, instance_id), timeout_s=plan.timeout_s)
         )
         service, server = PrefillService(core, sender, lifecycle), WorkerServer(settings, lifecycle)
-        add_worker_service(
+        _, metrics = add_worker_service(
             server,
             settings,
             core,
@@ -231,6 +257,7 @@ async def _prefill_worker(plan: WorkerPlan, connector: ValvedConnector) -> Async
             role_service=service,
             instance_id=instance_id,
         )
+        sender_metrics(metrics, service.stats)
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
         await stack.enter_async_context(_started(server))
         yield WorkerEnd(core, runner, server.address, instance_id, service, sender)

