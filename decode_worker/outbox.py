@@ -50,7 +50,14 @@ class Outbox:
         self._batches: dict[int, Batch] = {}
         #: Is told of everything that the reader takes.
         self.on_taken: Callable[[Sequence[Batch]], None] | None = None
-        self._error: MoerelayError | None = None
+        #: Why the request failed.
+        self.error: MoerelayError | None = None
+        #: Called whenever there is something to take, and when the request has failed.
+        self.on_ready: Callable[[], None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
 
     def put(self, event: EngineEvent) -> None:
         """Takes one engine event of this request."""
@@ -77,23 +84,28 @@ class Outbox:
             self._finished.add(event.choice)
         if len(self._finished) == self._num_choices:
             self._over.set()
-        self._ready.set()
+        self._tell()
 
     def put_prompt_logprobs(self, entries: PromptLogprobs) -> None:
         """Takes those that came with a handoff; they travel with the first choice that has not ended."""
         choice = next((c for c in range(self._num_choices) if c not in self._finished), None)
         if choice is not None:
             self._batch(choice).logprobs.append(entries)
-            self._ready.set()
+            self._tell()
 
     def _batch(self, choice: int) -> Batch:
         return self._batches.setdefault(choice, Batch(choice))
 
     def fail(self, error: MoerelayError) -> None:
         """Ends the request with `error`, whether or not its blocks were leased yet."""
-        self._error = self._error or error
+        self.error = self.error or error
         self._over.set()
+        self._tell()
+
+    def _tell(self) -> None:
         self._ready.set()
+        if self.on_ready is not None:
+            self.on_ready()
 
     async def admitted(self) -> BlocksLeased | PrefillsLocally | None:
         """Work.DECODE: waits until there are enough free blocks; None if the request ended before.
@@ -107,8 +119,8 @@ class Outbox:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._admitted.result() if self._admitted.done() else None
 
     async def take(self) -> list[Batch]:
@@ -118,8 +130,12 @@ class Outbox:
             MoerelayError: the request failed; what it produced before is void.
         """
         await self._ready.wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
+        return self.take_now()
+
+    def take_now(self) -> list[Batch]:
+        """As `take`, of a request that has not failed: what there is, which may be nothing."""
         self._ready.clear()
         batches, self._batches = self._batches, {}
         taken = [batches[choice] for choice in sorted(batches)]

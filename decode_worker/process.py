@@ -22,8 +22,8 @@ from common.worker.own_address import advertised
 from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine, tracing_of
 from common.worker.server import WorkerServer
 from decode_worker.intake import Intake
-from decode_worker.self_check.settings import checking
 from decode_worker.metrics import handoff_metrics
+from decode_worker.self_check.settings import checking
 from decode_worker.service import DecodeService
 
 
@@ -42,9 +42,18 @@ async def _serve(settings: DecodeSettings, core: WorkerCore, keys: WatchedFile[K
     server = WorkerServer(settings, lifecycle, keys)
     instance_id = new_instance_id()
     intake = Intake(core.engine, core.spans)
-    async with running_engine(core), _handoffs(settings, core, intake, instance_id, keys) as (receiver, endpoint):
+    async with (
+        checking(settings, core) as self_check,
+        running_engine(core),
+        _handoffs(settings, core, intake, instance_id, keys) as (receiver, endpoint),
+    ):
         service = DecodeService(
-            core, receiver, intake, lifecycle, local_prefill_max_tokens=settings.local_prefill_max_tokens
+            core,
+            receiver,
+            intake,
+            lifecycle,
+            local_prefill_max_tokens=settings.local_prefill_max_tokens,
+            self_check=self_check,
         )
         worker_service, metrics = add_worker_service(
             server,
