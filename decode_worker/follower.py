@@ -65,7 +65,7 @@ class Follower:
 
     def next_small(self) -> decode_pb2.TokenChunk | None:
         """The next chunk for the feed, if there is one and the router has room for it."""
-        if self._num_shared - self._num_granted >= self._window or self._error is not None:
+        if self._num_shared - self._num_granted >= self._window or self._error or self._outbox.failed:
             return None
         chunk = self._peek()
         if chunk is None:
@@ -92,8 +92,8 @@ class Follower:
         self._wake_feed()
         while True:
             self._attention.clear()
-            if self._error is not None:
-                raise self._error
+            if error := self._error or self._outbox.error:
+                raise error
             chunk = self._peek()
             if chunk is not None and chunk.ByteSize() > MAX_SHARED_BYTES:
                 return self._take(chunk)
@@ -102,9 +102,6 @@ class Follower:
             await self._attention.wait()
 
     def _peek(self) -> decode_pb2.TokenChunk | None:
-        if self._outbox.failed:
-            self._error = self._error or self._outbox.error
-            return None
         while self._next is None:
             self._next = next(self._cutting, None)
             if self._next is None:

@@ -94,6 +94,9 @@ class FakeFeeds:
     def __init__(self) -> None:
         self.feeds: list[FakeFeed] = []
         self.serves_feeds = True
+        #: So many of the next grants are answered with an error.
+        self.num_grants_to_lose = 0
+        self._none_open = asyncio.Event()
         self._open: dict[int, FakeFeed] = {}
         self._ends: dict[int, asyncio.Event] = {}
 
@@ -103,6 +106,7 @@ class FakeFeeds:
         feed = FakeFeed(1000 + len(self.feeds), request.window)
         self.feeds.append(feed)
         self._open[feed.feed_id] = feed
+        self._none_open.clear()
         end = self._ends[feed.feed_id] = asyncio.Event()
         running = asyncio.create_task(feed.run(context))
         ending = asyncio.create_task(end.wait())
@@ -112,8 +116,13 @@ class FakeFeeds:
             running.cancel()
             ending.cancel()
             del self._open[feed.feed_id]
+            if not self._open:
+                self._none_open.set()
 
     async def Grant(self, request: decode_pb2.GrantRequest, context: Context) -> decode_pb2.GrantReply:
+        if self.num_grants_to_lose:
+            self.num_grants_to_lose -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "lost")
         if feed := self._open.get(request.feed_id):
             await feed.grant(dict(request.consumed))
         return decode_pb2.GrantReply()
@@ -122,6 +131,10 @@ class FakeFeeds:
         """Ends every feed, and no request."""
         for end in self._ends.values():
             end.set()
+
+    async def until_no_feed(self) -> None:
+        """Returns when the last feed that was open has ended."""
+        await self._none_open.wait()
 
     def following(self, request: decode_pb2.GenerateRequest, context: Context) -> FollowingContext | None:
         """What a Generate call writes to, if it follows a feed that is open."""
