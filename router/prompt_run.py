@@ -11,7 +11,7 @@ import structlog
 from common.errors import HandoffError, InternalError, MoerelayError, NotTakenError, WorkerLostError
 from common.messages import sampling_to_pb
 from common.pb import decode_pb2, prefill_pb2, types_pb2, worker_pb2
-from common.tracing import call_metadata
+from common.tracing import call_metadata, current_span
 from router.calls import task_group
 from router.chunk import Chunk
 from router.decode_stream import DecodeEvent, DecodeStream
@@ -59,6 +59,7 @@ class PromptRun:
     ) -> None:
         self._plan = plan
         self._timeout_s = timeout_s
+        self._began = time.monotonic()
         #: Choices that have not ended.
         self._open = set(range(plan.sampling.n))
         self._live = live
@@ -103,6 +104,8 @@ class PromptRun:
         """
         while self._open:
             chunk = await self._next_event(stream)
+            if isinstance(chunk, prefill_pb2.Lease | decode_pb2.LocalPrefill):
+                current_span().past("router.lease", time.monotonic() - self._began)
             if isinstance(chunk, prefill_pb2.Lease):
                 self._start_prefill(chunk, group)
                 continue

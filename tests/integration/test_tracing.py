@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -17,7 +18,9 @@ from tests.integration.traces import Trace, traces_in
 ROUTER, PREFILL, DECODE = (f"moerelay-{name}" for name in ("router", "prefill", "decode"))
 
 #: So long that what happens around the steps is small beside them, on a machine that does other things too.
-STEP_S = 0.02
+STEP_S = 0.03
+#: Whoever runs beside this may keep a process from running for a moment, which then is in no span.
+ATTEMPTS = 5
 
 
 class SlowRunner(FakeRunner):
@@ -36,6 +39,7 @@ HANDED_OVER = {
     ("llm_request", "router.prompt", ROUTER),
     ("llm_request", "router.stream", ROUTER),
     ("router.prompt", "router.place", ROUTER),
+    ("router.prompt", "router.lease", ROUTER),
     ("router.prompt", "prefill", PREFILL),
     ("prefill", "prefill.queue", PREFILL),
     ("prefill", "prefill.compute", PREFILL),
@@ -48,35 +52,32 @@ HANDED_OVER = {
 }
 
 
-async def traces_of(path: Path, num_requests: int, *, aggregated: bool = False, **fields: object) -> list[Trace]:
-    """One request after the other."""
+async def trace_of(path: Path, *, aggregated: bool = False, **fields: Any) -> Trace:
+    """Of one request to a cluster of its own."""
     endpoint = f"file:{path}"
     plan = WorkerPlan(SLOW, traces=endpoint)
-    prefill = None if aggregated else plan
-    async with running_relay(plan, prefill, otlp_traces_endpoint=endpoint) as relay:
-        for first in range(num_requests):
-            answer = await relay.client.generate([3 + first, *range(5, 45)], ignore_eos=True, **fields)  # type: ignore[arg-type]
-            assert answer.status == 200
-    return traces_in(path)
+    async with running_relay(plan, None if aggregated else plan, otlp_traces_endpoint=endpoint) as relay:
+        assert (await relay.client.generate([*range(4, 45)], ignore_eos=True, **fields)).status == 200
+    [trace] = traces_in(path)
+    return trace
 
 
 async def test_a_streamed_request_is_one_tree_that_explains_its_time(tmp_path: Path) -> None:
-    traces = await traces_of(tmp_path / "traces", 3, stream=True, max_tokens=30)
-    assert len(traces) == 3
-    for trace in traces:
+    shares: list[float] = []
+    while min(shares, default=1.0) >= 0.05 and len(shares) < ATTEMPTS:
+        trace = await trace_of(tmp_path / f"traces-{len(shares)}", stream=True, max_tokens=40)
         assert trace.edges() == HANDED_OVER
         assert trace.root.attributes["gen_ai.usage.prompt_tokens"] == "41"
-        assert trace.root.attributes["gen_ai.usage.completion_tokens"] == "30"
-    # Of three, because anything may be kept from running for a moment.
-    assert min(trace.unexplained() for trace in traces) < 0.05
-    # Nor is it the stream's span alone that explains: it is open from the first token to the last byte.
-    assert min(trace.unexplained(without=["router.stream"]) for trace in traces) < 0.05
-    # A tree that lacks a stage does not pass.
-    assert min(trace.unexplained(without=["router.stream", "decode.steps"]) for trace in traces) > 0.5
+        assert trace.root.attributes["gen_ai.usage.completion_tokens"] == "40"
+        # A tree that lacks a stage is far from it.
+        assert trace.unexplained(without=["router.stream", "decode.steps"]) > 0.5
+        # The stream's span is open from the first token to the last byte: it must not be the only one that explains.
+        shares.append(max(trace.unexplained(), trace.unexplained(without=["router.stream"])))
+    assert min(shares) < 0.05
 
 
 async def test_a_request_without_a_handoff(tmp_path: Path) -> None:
-    [trace] = await traces_of(tmp_path / "traces", 1, aggregated=True, max_tokens=3)
+    trace = await trace_of(tmp_path / "traces", aggregated=True, max_tokens=3)
     assert {edge for edge in trace.edges() if edge[2] != ROUTER} == {
         ("router.prompt", "decode", DECODE),
         ("decode", "decode.queue", DECODE),

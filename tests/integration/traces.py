@@ -33,10 +33,18 @@ def read_spans(path: Path) -> list[SpanRecord]:
 
 
 def _record(span: dict[str, object], resource: dict[str, object]) -> SpanRecord:
-    times = [int(str(span[key])) / 1e9 for key in ("startTimeUnixNano", "endTimeUnixNano")]
-    names = [str(span.get(key, "")) for key in ("traceId", "spanId", "parentSpanId")]
+    def text(key: str) -> str:
+        return str(span.get(key, ""))
+
     return SpanRecord(
-        str(span["name"]), str(resource["service.name"]), *names, *times, _values(span.get("attributes", []))
+        name=text("name"),
+        service=str(resource["service.name"]),
+        trace_id=text("traceId"),
+        span_id=text("spanId"),
+        parent_id=text("parentSpanId"),
+        start=int(text("startTimeUnixNano")) / 1e9,
+        end=int(text("endTimeUnixNano")) / 1e9,
+        attributes=_values(span.get("attributes", [])),
     )
 
 
