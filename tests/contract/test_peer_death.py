@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import psutil
 import pytest
 
 from common.errors import WorkerLostError
@@ -86,3 +87,23 @@ async def test_a_decode_worker_that_stands_still_is_noticed_by_its_heartbeat() -
         child.send_signal(signal.SIGSTOP)
         with pytest.raises(WorkerLostError):
             await asyncio.wait_for(link.receive(), 10)
+
+
+async def test_peers_that_come_and_go_leave_no_sockets_behind() -> None:
+    """sglang#31144, #31306, #29570: a prefill worker that restarts twenty times costs a decode worker nothing."""
+
+    def num_sockets() -> int:
+        return sum(1 for each in psutil.Process().net_connections("tcp") if each.laddr.port == port)
+
+    async with ZmqListener("tcp://127.0.0.1:0") as listener:
+        port = int(listener.endpoint.rpartition(":")[2])
+        before = num_sockets()
+        for _ in range(20):
+            async with ZmqConnector() as connector:
+                await connector.connect(listener.endpoint).send([b"hello"])
+                event = await listener.receive()
+                assert isinstance(event, Received)
+            assert await asyncio.wait_for(listener.receive(), 5) == PeerGone(event.peer)
+        async with asyncio.timeout(5):
+            while num_sockets() > before:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)  # a poll: the kernel offers nothing to wait on

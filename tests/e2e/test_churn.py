@@ -14,7 +14,7 @@ from tests.e2e.conftest import TINY
 from tests.e2e.fleet import Fleet, client_of, running_fleet, until_healthy
 from tests.e2e.test_routing_rows import prompt_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("churn")]
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("churn"), pytest.mark.timeout(600)]
 
 NUM_CLIENTS = 6
 
