@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 
+import msgspec
+
 from common.sampling import Finish, FinishReason, SampledToken
 from router.chunk import Chunk
 from router.plan import Plan
@@ -15,8 +17,7 @@ from router.text.tokenizer import Tokenizer
 _weight_version = attrgetter("weight_version")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadChunk:
+class ReadChunk(msgspec.Struct, frozen=True, gc=False):
     """A chunk that ends where its choice does. `texts` has what each token released; empty when no text is wanted."""
 
     chunk: Chunk

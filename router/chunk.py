@@ -1,14 +1,13 @@
-"""What a decode worker streams, and what the router passes on: plain records."""
+"""What a decode worker streams, and what the router passes on: plain records, made once per event of every stream."""
 
-from dataclasses import dataclass
+import msgspec
 
 from common.messages import finish_from_pb, token_from_pb
 from common.pb import decode_pb2
 from common.sampling import Finish, FinishReason, SampledToken
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """New tokens and rows of one choice. `rows` are C-order little-endian [num_rows, L, K] bytes."""
 
     tokens: tuple[SampledToken, ...] = ()

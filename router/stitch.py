@@ -6,6 +6,7 @@ Sans-I/O. The rule both sides of the router keep: once a choice has g >= 1 token
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from common.errors import RoutingMissingError
@@ -24,8 +25,7 @@ MAX_JSON_BYTES_PER_CHARACTER = 12
 TokenCost = Callable[[SampledToken, str], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What one event says about one choice. `rows` are the parts of its array, None when it carries none."""
 
     tokens: tuple[SampledToken, ...] = ()
@@ -179,7 +179,7 @@ class DeltaStitcher:
         token_cost: TokenCost,
     ) -> None:
         self._ledger = RowLedger(plan, layout)
-        self._layout = layout
+        self._row_bytes = layout.row_bytes
         self._budget = first_budget_bytes
         self._later_budget = budget_bytes
         self._token_cost = token_cost
@@ -253,11 +253,11 @@ class DeltaStitcher:
         return num_rows - (num_tokens - 1)
 
     def _num_rows_that_fit(self) -> int:
-        return max(1, (self._budget // 4 * 3 - NPY_HEADER_BYTES) // self._layout.row_bytes)
+        return max(1, (self._budget // 4 * 3 - NPY_HEADER_BYTES) // self._row_bytes)
 
     def _size(self, draft: _Draft, num_more_rows: int, more_token_bytes: int) -> int:
         num_rows = draft.end_row - draft.first_row + num_more_rows
-        return draft.token_bytes + more_token_bytes + base64_bytes(num_rows * self._layout.row_bytes)
+        return draft.token_bytes + more_token_bytes + base64_bytes(num_rows * self._row_bytes)
 
     def _array(self, rows_TLK: RoutingArray, draft: _Draft, finish: Finish | None) -> RoutingArray | None:
         owed_empty = finish is not None and not self._sent_array and not self._ledger.void
