@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+#: A unix socket's path has 108 bytes on Linux and 104 on macOS, its closing zero included.
+MAX_SOCKET_PATH_BYTES = 103
+
 
 @asynccontextmanager
 async def stop_signals() -> AsyncIterator[asyncio.Event]:

@@ -45,7 +45,7 @@ async def _serve(settings: DecodeSettings, core: WorkerCore, keys: WatchedFile[K
     async with (
         checking(settings, core) as self_check,
         running_engine(core),
-        _handoffs(settings, core, intake, instance_id, keys) as (receiver, endpoint),
+        _handoffs(settings, core, intake, instance_id, keys) as (receiver, listener),
     ):
         service = DecodeService(
             core,
@@ -63,10 +63,11 @@ async def _serve(settings: DecodeSettings, core: WorkerCore, keys: WatchedFile[K
             role=types_pb2.ROLE_BOTH if receiver is None else types_pb2.ROLE_DECODE,
             role_service=service,
             instance_id=instance_id,
-            handoff_endpoint=endpoint,
+            handoff_endpoint=listener.endpoint if listener else "",
         )
-        if receiver is not None:
+        if receiver is not None and listener is not None:
             handoff_metrics(metrics, receiver, intake)
+            metrics.counter("handoff_clients_refused", "Connections with a foreign key.", lambda: listener.num_refused)
             service.local_prefills.register(metrics)
         if self_check is not None:
             self_check.register(metrics)
@@ -91,10 +92,10 @@ async def _handoffs(
     intake: Intake,
     instance_id: str,
     keys: WatchedFile[KeyFile] | None,
-) -> AsyncIterator[tuple[HandoffReceiver | None, str]]:
-    """The receiver and the endpoint that prefill workers connect to; neither with role both."""
+) -> AsyncIterator[tuple[HandoffReceiver | None, ZmqListener | None]]:
+    """The receiver and what prefill workers connect to; neither with role both."""
     if settings.role == "both":
-        yield None, ""
+        yield None, None
         return
     slot_bytes = core.store.layout.token_bytes + core.store.routing.row_bytes
     if settings.handoff_credit_bytes < slot_bytes:
@@ -118,4 +119,4 @@ async def _handoffs(
             tracing=core.spans.tracing,
         ) as receiver,
     ):
-        yield receiver, listener.endpoint
+        yield receiver, listener

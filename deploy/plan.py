@@ -7,11 +7,9 @@ from pathlib import Path
 from common.config import DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings, WorkerSettings
 from common.cores import Cores, usable_cores
 from common.cpu_list import format_cpus
+from common.process import MAX_SOCKET_PATH_BYTES
 from deploy.core_plan import CorePlan, Share, plan_cores
 from deploy.processes import ProcessSpec
-
-#: A unix socket's path has 108 bytes on Linux and 104 on macOS, its closing zero included.
-MAX_SOCKET_PATH_BYTES = 103
 
 #: Settings of `up` that name something else in the services, or that the plan decides.
 _WORKER_OWN = {"host", "port", "log_format", "cpus", "threads"}

@@ -14,11 +14,11 @@ from common.config import UpSettings
 from common.cores import pin_process
 from common.cpu_list import format_cpus, parse_cpus
 from common.errors import STARTUP_EXIT_CODE, ConfigError, StartupError, WorkerLostError
-from common.process import host_port
+from common.process import MAX_SOCKET_PATH_BYTES, host_port
 from common.settings_loader import load_settings
 from deploy.core_plan import CorePlan
 from deploy.extras import needs_worker_extra
-from deploy.plan import MAX_SOCKET_PATH_BYTES, ClusterPlan
+from deploy.plan import ClusterPlan
 from deploy.processes import Child, ProcessGroup, ProcessSpec, StopRequests, race
 from deploy.ready import read_ready_file, wait_until_ready
 from router.access import Access

@@ -50,6 +50,9 @@ from router.text.grammar_checker import GrammarChecker
 from router.text.tokenizer import load_tokenizer
 from router.validate import Planner
 
+#: Where API keys open a part, and administrators' keys the rest.
+SHARED_PATHS = frozenset({"/abort_request"})
+
 log = structlog.get_logger()
 
 
@@ -65,7 +68,9 @@ def create_app(settings: RouterSettings, siblings: Siblings | None = None) -> we
     cluster_keys = load_cluster_keys(settings)
     defaults = load_defaults(settings.model, ignore=settings.ignore_generation_config)
     surface = PUBLIC.with_control() if settings.admin_on_public_port else PUBLIC
-    app = _application(settings, surface, Guard(access.keys, access.admin_keys, CONTROL_PATHS), access.cors)
+    app = _application(
+        settings, surface, Guard(access.keys, access.admin_keys, CONTROL_PATHS, SHARED_PATHS), access.cors
+    )
     app[ACCESS] = access
     if cluster_keys:
         app[CLUSTER_KEYS] = cluster_keys

@@ -63,7 +63,8 @@ def listed_keys(path: Path, flag: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Which keys open which routes; None: no key is needed. `admin_paths` are routes for administrators only.
+    """Which keys open which routes; None: no key is needed. `admin_paths` are routes for administrators only,
+    `shared_paths` are for them, too.
 
     `refuses_pages`: without keys, a browser must not come on behalf of a web page. Loopback does not keep out pages
     that the administrator visits, and a plain form can POST.
@@ -72,6 +73,7 @@ class Guard:
     keys: KeyRing | None
     admin_keys: KeyRing | None = None
     admin_paths: frozenset[str] = frozenset()
+    shared_paths: frozenset[str] = frozenset()
     refuses_pages: bool = False
 
     def check(self, request: web.Request) -> None:
@@ -81,9 +83,18 @@ class Guard:
         path = resource.canonical if resource is not None else None
         keys = self._keys_of(path)
         if keys is not None:
-            _check_key(request, keys)
+            if not (path in self.shared_paths and self._is_administrator(request)):
+                _check_key(request, keys)
         elif self.refuses_pages and path not in OPEN_PATHS and _is_of_page(request):
             raise AuthenticationError("web pages need a key here; start with --admin-key-file")
+
+    def check_administrator(self, request: web.Request, what: str) -> None:
+        """For what concerns other clients, too. Raises AuthenticationError; never where clients have no keys."""
+        if self.keys is not None and not self._is_administrator(request):
+            raise AuthenticationError(f"{what} concerns every client and needs a key of --admin-key-file")
+
+    def _is_administrator(self, request: web.Request) -> bool:
+        return self.admin_keys is not None and any(map(self.admin_keys.accepts, _presented(request)))
 
     def needs_key(self, path: str) -> bool:
         """Whether the route with that path does."""

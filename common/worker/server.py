@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.config import WorkerSettings
 from common.errors import ConfigError, InternalError
-from common.process import drain_or_second_signal, host_port, stop_signals, write_ready_file
+from common.process import MAX_SOCKET_PATH_BYTES, drain_or_second_signal, host_port, stop_signals, write_ready_file
 from common.rpc import ErrorInterceptor, channel_options
 from common.security.grpc_keys import server_credentials
 from common.security.key_file import KeyFile
@@ -23,9 +23,6 @@ log = structlog.get_logger()
 
 #: How often the health service asks whether the engine is stuck.
 HEALTH_INTERVAL_S = 0.5
-
-#: A unix socket's path has 108 bytes on Linux and 104 on macOS, its closing zero included.
-MAX_SOCKET_PATH_BYTES = 103
 
 #: After draining (or at once on a second signal) calls that are still live get this long to unwind.
 STOP_GRACE_S = 1.0

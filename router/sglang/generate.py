@@ -8,6 +8,7 @@ from aiohttp import web
 
 from common.errors import InvalidRequestError, NotFoundError
 from router.aborts import abort_rid_here
+from router.auth import GUARD
 from router.generate import GENERATE_ERRORS
 from router.job import REQUEST_ID_HEADER
 from router.json_answer import json_answer
@@ -71,12 +72,15 @@ async def abort_request(request: web.Request) -> web.Response:
     """Ends a request, one choice of a batch, or everything, with finish reason "abort".
 
     Raises:
+        AuthenticationError: "everything" is for administrators, where clients have keys.
         NotFoundError: nothing live has this id.
         UnavailableError: it may be live on a process of this router that does not answer.
     """
     body = await read_body(request, SglangAbortRequest, request.app[UNKNOWN_FIELDS])
     if not (body.rid or body.abort_all):
         raise InvalidRequestError("send rid, or abort_all: true", param="rid")
+    if body.abort_all:
+        request.app[GUARD].check_administrator(request, "abort_all")
     rid = None if body.abort_all else body.rid
     here, elsewhere = await asyncio.gather(abort_rid_here(request.app, rid), request.app[SIBLINGS].abort_rid(rid))
     aborted = list(dict.fromkeys(chain(here, *elsewhere.said)))

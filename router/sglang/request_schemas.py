@@ -116,4 +116,6 @@ class SglangAbortRequest(RequestModel):
     """Body of POST /abort_request."""
 
     rid: str | None = Field(None, description="An id that an answer bears in `meta_info.id`, or a request's own.")
-    abort_all: bool | None = Field(None, description="Every live request of this router.")
+    abort_all: bool | None = Field(
+        None, description="Every live request of this router; where clients have keys, for administrators."
+    )

@@ -139,3 +139,21 @@ async def test_keys_are_rotated_without_a_restart(key_file: Path) -> None:
         async with asyncio.timeout(20):
             while await opens(old):
                 assert await opens("new")
+
+
+async def test_ending_all_requests_is_for_administrators(key_file: Path, tmp_path: Path) -> None:
+    write(tmp_path / "admin", "boss\n")
+    key, body = {"X-API-Key": listed_keys(key_file, "--api-key-file")[0]}, {"abort_all": True}
+    async with running(api_key_file=key_file, admin_key_file=tmp_path / "admin") as cluster:
+        status, answer = await cluster.post(body, "/abort_request", headers=key)
+        assert (status, answer["error"]["type"]) == (401, "AuthenticationError")
+        assert answer["error"]["message"] == "abort_all concerns every client and needs a key of --admin-key-file"
+        assert (await cluster.post({"rid": "mine"}, "/abort_request", headers=key))[0] == 404
+        boss = {"X-API-Key": "boss"}
+        assert await cluster.post(body, "/abort_request", headers=boss) == (200, {"aborted": []})
+        assert (await cluster.post({"token_ids": [1]}, headers=boss))[0] == 401, "it opens nothing else"
+        assert (await cluster.post(body, "/abort_request"))[0] == 401
+    async with running(api_key_file=key_file) as cluster:
+        assert (await cluster.post(body, "/abort_request", headers=key))[0] == 401
+    async with running() as cluster:
+        assert await cluster.post(body, "/abort_request") == (200, {"aborted": []})
