@@ -15,6 +15,7 @@ import aiohttp
 from common.config import DecodeSettings, PrefillSettings, RouterSettings, WorkerSettings
 from common.engine.limits import EngineLimits
 from common.engine.loop import Engine
+from common.engine.objectives import Objectives
 from common.handoff.channel import Listener
 from common.handoff.receiver import HandoffReceiver
 from common.handoff.sender import HandoffSender
@@ -67,6 +68,7 @@ class WorkerPlan:
     swap_space_bytes: int = 2**30
     #: Of a decode worker.
     local_prefill_max_tokens: int = 0
+    objectives: Objectives = field(default_factory=Objectives)
     #: Where its traces go; None: it has none.
     traces: str | None = None
     #: Of a decode worker: makes what checks its requests.
@@ -167,6 +169,7 @@ def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
         max_model_len=kit.max_model_len,
         vocab_size=kit.vocab_size,
         swap_space_bytes=plan.swap_space_bytes,
+        objectives=plan.objectives,
     )
     engine = Engine(
         runner,

@@ -1,0 +1,1 @@
+"""Alert rules and dashboards as code: what deploy/prometheus and deploy/grafana are generated from."""
