@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -38,6 +37,7 @@ _LOSS_EVENTS = (
 
 #: Plain numbers: arithmetic with the enumerations costs more than a call to ZeroMQ.
 _NO_WAIT, _SEND_MORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.EVENTS)
+_READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 #: Frames of at least this size are sent from where they lie; below, copying costs less than being told of their end.
 _MIN_SHARED_BYTES = zmq.COPY_THRESHOLD
 
@@ -49,8 +49,8 @@ class MonitoredSocket:
 
     Calls go to ZeroMQ at once and without a future each, as those of `zmq.asyncio` have it, because a chunk takes less
     time than they do. The loop watches the sockets' descriptors, which say no more than that something has changed:
-    whatever looks at a socket may consume that signal, so that everything that does also looks for what it meant. Only
-    `lost_connection` need not: it takes all that the monitor, which is never written to, has.
+    whatever sends or receives may consume that signal, so that it also looks for what it meant, if anybody waits for
+    that. Only `lost_connection` need not: it takes all that the monitor, which is never written to, has.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
@@ -59,6 +59,7 @@ class MonitoredSocket:
         #: The peer did not admit this socket's key.
         self.was_refused = False
         self._readable, self._writable = asyncio.Event(), asyncio.Event()
+        self._num_waiting = 0
         self._loop = asyncio.get_running_loop()
         self._descriptors = [each.fileno() for each in (self._socket, self._monitor)]
         for descriptor in self._descriptors:
@@ -67,10 +68,15 @@ class MonitoredSocket:
     def _look(self) -> None:
         if self.closed:
             return
-        events = _events_of(self._socket)
-        if (events | _events_of(self._monitor)) & zmq.POLLIN:
+        self._look_at_socket()
+        if _events_of(self._monitor) & _READABLE:
             self._readable.set()
-        if events & zmq.POLLOUT:
+
+    def _look_at_socket(self) -> None:
+        events = _events_of(self._socket)
+        if events & _READABLE:
+            self._readable.set()
+        if events & _WRITABLE:
             self._writable.set()
 
     async def wait(self, timeout_s: float | None = None) -> None:
@@ -86,16 +92,25 @@ class MonitoredSocket:
         if self.closed:
             return
         self._look()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+        self._num_waiting += 1
+        try:
+            if timeout_s is None:  # what happens for every message should not pay for a timer
                 await event.wait()
+            else:
+                async with asyncio.timeout(timeout_s):
+                    await event.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._num_waiting -= 1
 
     def receive_now(self) -> list[zmq.Frame] | None:
         """The next message, if one is there."""
         try:
             return _receive_now(self._socket)
         finally:
-            self._look()
+            if self._num_waiting:
+                self._look_at_socket()
 
     def send_now(self, frames: Sequence[Frame]) -> bool:
         """Queues one message if that needs no waiting; returns whether it did. Raises ZMQError: there is no peer."""
@@ -107,13 +122,14 @@ class MonitoredSocket:
         except zmq.Again:
             return False
         finally:
-            self._look()
+            if self._num_waiting:
+                self._look_at_socket()
         return True
 
     def lost_connection(self) -> bool:
         """Whether any connection was lost, or could not be made, since the last call."""
         lost = False
-        while _events_of(self._monitor) & zmq.POLLIN and (frames := _receive_now(self._monitor)) is not None:
+        while _events_of(self._monitor) & _READABLE and (frames := _receive_now(self._monitor)) is not None:
             event = parse_monitor_message([frame.bytes for frame in frames])
             log.debug("handoff_connection_event", kind=str(event["event"]))
             self.was_refused |= event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -74,7 +74,8 @@ class ValvedLink:
         await self._inner.send(frames)
 
     def try_send(self, frames: Sequence[Frame]) -> bool:
-        return self._inner.try_send(frames)
+        # Chunks wait at the valve, if only for a moment: whoever sends them has to be ready to.
+        return len(frames) == 1 and self._inner.try_send(frames)
 
     async def receive(self) -> Sequence[Frame]:
         return await self._inner.receive()
