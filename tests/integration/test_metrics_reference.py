@@ -14,8 +14,8 @@ from tests.integration.relay import WorkerPlan, running_relay
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([\w, ]*) \| (\w*) \| (.+) \| (.*) \|$", re.M)
 
-#: Of sockets that want keys, which this cluster has not.
-WITH_KEYS_ONLY = {"moerelay_handoff_clients_refused_total"}
+#: Of ZeroMQ sockets; this cluster hands over in memory.
+OF_SOCKETS = {"moerelay_handoff_clients_refused_total"}
 
 Described = dict[str, tuple[str, frozenset[str]]]
 
@@ -57,7 +57,7 @@ async def shown() -> tuple[Described, set[str]]:
 
 async def test_the_page_lists_what_there_is() -> None:
     page, (cluster, silent) = documented(), await shown()
-    assert page.keys() - cluster.keys() == WITH_KEYS_ONLY
+    assert page.keys() - cluster.keys() == OF_SOCKETS
     assert cluster.keys() <= page.keys()
     assert silent <= {"moerelay_discovery_workers", "moerelay_discovery_failing"}
     for name in cluster.keys() - silent:

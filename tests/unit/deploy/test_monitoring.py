@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from deploy.monitoring.dashboard import SECTIONS
 from deploy.monitoring.generate import RULES, files
 
 ROOT = Path(__file__).parents[3]
-PROMTOOL = shutil.which("promtool")
+PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=str(Path(sys.executable).parent))
 
 needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="NO ALERT RULE IS TESTED: promtool is missing (Debian: apt-get install prometheus)"
+    PROMTOOL is None, reason="NO ALERT RULE IS TESTED: promtool is missing; on Debian: scripts/install_promtool.sh"
 )
 
 D, P = '{role="decode",worker="decode-0"}', '{role="prefill",worker="prefill-0"}'
