@@ -16,7 +16,6 @@ from common.errors import (
 )
 from router.errors import aiohttp_response, error_response
 from router.keys import SETTINGS
-from router.request_log import forget
 from router.sse import EVENT_STREAM
 
 #: What nginx logs for a client that left before its answer; it never travels.
@@ -43,8 +42,6 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception as error:  # a bug must not become a traceback on the wire
         log.exception("handler_failed", path=request.path)
         return await _answer(request, InternalError(f"internal error: {type(error).__name__}"))
-    finally:
-        forget()
 
 
 @web.middleware

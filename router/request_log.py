@@ -10,13 +10,13 @@ from router.metrics import RequestClock
 
 log = structlog.get_logger()
 
-#: What `told` adds to the log lines of a request.
-_NAMES = ("request_id", "trace_id")
-
 
 @contextmanager
 def told(request_id: str, clock: RequestClock, span: Span) -> Iterator[None]:
-    """Around a request that was found to be right. Until `forget`, every log line names it."""
+    """Around a request that was found to be right. Every log line from now on names it, also those of its failure.
+
+    That ends with the request's task, of which aiohttp makes one for each request of a connection.
+    """
     structlog.contextvars.bind_contextvars(request_id=request_id)
     if span.trace_id:
         structlog.contextvars.bind_contextvars(trace_id=span.trace_id)
@@ -31,11 +31,6 @@ def told(request_id: str, clock: RequestClock, span: Span) -> Iterator[None]:
         outcome = clock.outcome if error is None else type(error).__name__
         log.debug("request_ended", outcome=outcome, tokens=clock.num_tokens, took_s=round(clock.age_s, 6))
         _tell(span, request_id, clock)
-
-
-def forget() -> None:
-    """What is logged next may be about another request of the same connection."""
-    structlog.contextvars.unbind_contextvars(*_NAMES)
 
 
 def _tell(span: Span, request_id: str, clock: RequestClock) -> None:
