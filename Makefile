@@ -15,7 +15,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard common/model/native/csrc/*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moerelay needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[worker,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[worker,dev,load]'
 	touch $@
 
 check: setup

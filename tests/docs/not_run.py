@@ -14,6 +14,7 @@ BLOCKS = [
     (r"p0\.example|dns://|srv://", "a cluster of several machines"),
     (r"\$\(head -1 \w+\.txt\)", "needs a cluster with keys; tests/unit/router/test_control_port.py has one"),
     (r"self-check-\d", "names a file that only a failed check writes; tests/integration/test_self_check.py makes one"),
+    (r"\blocust -f", "puts load on a cluster for a minute; tests/e2e/test_load.py does it for seconds"),
     (r"\bdocker(-compose)?\b", "needs a Docker engine; tests/compose has one where there is one"),
 ]
 
