@@ -5,10 +5,12 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from common.arguments import ArgumentParser
 from common.errors import ConfigError
 from deploy.host import Host, this_host
+from deploy.keys.inspection import Keys, inspect
 
 _GIB = 2**30
 
@@ -50,6 +52,8 @@ class Diagnosis:
     kernels: tuple[Kernels, ...]
     #: None: no --model was given.
     model: Model | None
+    #: None: no --cluster-key-file was given.
+    keys: Keys | None = None
 
     def advice(self) -> Iterator[str]:
         """What could be better, a sentence each."""
@@ -64,12 +68,14 @@ class Diagnosis:
             )
         if self.host.cpu_quota is not None:
             yield f"the cgroup grants {self.host.cpu_quota:g} cpus, fewer than there are: workers are not pinned"
+        if self.keys is not None:
+            yield from self.keys.advice()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the diagnosis. Raises StartupError if there is a --model and it cannot be read."""
+    """Prints the diagnosis. Raises StartupError if there is a --model or --cluster-key-file that cannot be read."""
     arguments = command_line().parse_args(argv)
-    found = diagnose(arguments.model, arguments.dtype)
+    found = diagnose(arguments.model, arguments.dtype, arguments.cluster_key_file)
     print(json.dumps(asdict(found) | {"advice": list(found.advice())}) if arguments.json else "\n".join(_lines(found)))
     return 0
 
@@ -81,11 +87,12 @@ def command_line() -> ArgumentParser:
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of --model (default: %(default)s)"
     )
+    parser.add_argument("--cluster-key-file", type=Path, help="keys of a process: tell what they are, and until when")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     return parser
 
 
-def diagnose(model: str | None, dtype: str) -> Diagnosis:
+def diagnose(model: str | None, dtype: str, key_file: Path | None = None) -> Diagnosis:
     torch_version = _installed("torch")
     if torch_version is None and model is not None:
         raise ConfigError("doctor --model needs the workers' packages: pip install 'moerelay[worker]'")
@@ -96,6 +103,7 @@ def diagnose(model: str | None, dtype: str) -> Diagnosis:
         host=this_host(),
         kernels=_no_kernels() if torch_version is None else _kernels(),
         model=None if model is None else _model(model, dtype),
+        keys=None if key_file is None else inspect(key_file),
     )
 
 
@@ -160,6 +168,9 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         yield f"model      {found.model.model}: {found.model.family}, {found.model.dtype} on {found.model.device}"
         yield f"  auto     {found.model.kernels}"
         yield f"  numerics {found.model.numerics}"
+    if found.keys is not None:
+        yield f"keys       {found.keys.path}: {found.keys.role}, cluster {found.keys.cluster}"
+        yield f"  now      generation {found.keys.generation}, good until {found.keys.expires}"
     yield from (f"advice     {sentence}" for sentence in found.advice())
 
 

@@ -71,8 +71,12 @@ def warn_of_end(keys: KeyFile) -> None:
         log.warning("cluster_keys_end_soon", expires=keys.expires, hint="run `moerelay keys rotate`")
 
 
-def read_key_file(path: Path, role: KeyRole) -> KeyFile:
-    """Raises ConfigError if it cannot be read, is none of `moerelay keys`, or is for another kind of process."""
+def read_key_file(path: Path, role: KeyRole | None = None) -> KeyFile:
+    """Of any kind of process without a `role`.
+
+    Raises:
+        ConfigError: it cannot be read, is none of `moerelay keys`, or is for another kind of process.
+    """
     flag = f"--cluster-key-file {path}"
     try:
         keys = msgspec.json.decode(path.read_bytes(), type=KeyFile)
@@ -85,10 +89,19 @@ def read_key_file(path: Path, role: KeyRole) -> KeyFile:
         raise ConfigError(
             f"{flag} has format {keys.format}, and this version knows {FORMAT}; use `moerelay keys` of it"
         )
-    if keys.role != role:
+    if role is not None and keys.role != role:
         raise ConfigError(f"{flag} is for a {keys.role} process; give this one {role}.json of the same folder")
     _check_contents(keys, flag)
     return keys
+
+
+def exposed(path: Path) -> str | None:
+    """Why others of this machine may read a key file; None: they may not, or there is none."""
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError:
+        return None
+    return f"{path} has mode {mode:04o}; others can read it, which chmod 600 ends" if mode & 0o077 else None
 
 
 def _check_contents(keys: KeyFile, flag: str) -> None:

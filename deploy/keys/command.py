@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.arguments import ArgumentParser
 from common.errors import ConfigError
-from common.security.key_file import KeyFile
+from common.security.key_file import KeyFile, exposed
 from deploy.arguments import integer
 from deploy.keys.authority import VALID_DAYS, Authority
 from deploy.keys.certificates import certificate_fingerprint
@@ -104,15 +104,6 @@ def _file(folder: KeyFolder, role: str, authority: Authority, now: datetime) -> 
         f"generation {keys.generation}, certificate {certificate(keys.certificate)}, "
         f"ends on {keys.expires} ({keys.days_left(now)} days){behind}"
     )
-
-
-def exposed(path: Path) -> str | None:
-    """Why others of this machine may read a key file; None: they may not, or there is none."""
-    try:
-        mode = path.stat().st_mode & 0o777
-    except OSError:
-        return None
-    return f"{path} has mode {mode:04o}; others can read it, which chmod 600 ends" if mode & 0o077 else None
 
 
 def certificate(pem: str) -> str:

@@ -1,6 +1,7 @@
 """`moerelay doctor`, on this machine and on machines written down as files."""
 
 import json
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from common.model.synthesize import synthesize
 from deploy.cli import main
 from deploy.doctor import Diagnosis, Kernels
 from deploy.host import Host, this_host
+from deploy.keys.inspection import inspect
 
 _CPUINFO = """processor\t: 0
 model name\t: Example 9000 @ 2.00GHz
@@ -117,3 +119,23 @@ def test_advice_is_given_where_something_could_be_better() -> None:
     assert "grants 2.5 cpus" in quota
     (missing,) = _diagnosis(None, "always", None, Kernels("torch", "torch is not installed")).advice()
     assert "pip install 'moerelay[worker]'" in missing
+
+
+def test_keys_of_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "init", str(tmp_path), "--days", "40"]) == 0
+    decode = tmp_path / "decode.json"
+    cluster = json.loads(decode.read_text())["cluster"]
+    capsys.readouterr()
+    assert main(["doctor", "--cluster-key-file", str(decode)]) == 0
+    said = capsys.readouterr().out
+    assert f"keys       {decode}: decode, cluster {cluster}\n  now      generation 1, good until " in said
+    assert "decode.json is" not in said
+    decode.chmod(0o640)
+    later = inspect(decode, datetime.now(UTC) + timedelta(days=30))
+    assert list(later.advice()) == [
+        f"{decode} is good for {later.days_left} days: run `moerelay keys rotate` where it was made",
+        f"{decode} has mode 0640; others can read it, which chmod 600 ends",
+    ]
+    decode.write_text("{}")
+    assert main(["doctor", "--cluster-key-file", str(decode)]) == 2
+    assert "is no file of `moerelay keys`" in capsys.readouterr().err
