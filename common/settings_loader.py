@@ -52,6 +52,14 @@ def load_settings(
         raise ConfigError(str(error)) from error
 
 
+def settings_parser(cls: type[LogSettings], prog: str) -> ArgumentParser:
+    """The parser whose flags are the settings of `cls`, for whoever describes them."""
+    bound = _bind(cls, None)
+    parser = _parser(prog, bound.__doc__)
+    CliSettingsSource(bound, root_parser=parser)
+    return parser
+
+
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError if there is a MOERELAY_* variable that no process knows: most likely a misspelled setting."""
     known = {f"{ENV_PREFIX}{name.upper()}" for c in SETTINGS for name in c.model_fields}

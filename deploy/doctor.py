@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.arguments import ArgumentParser
 from common.errors import ConfigError
+from deploy.extras import needs_worker_extra
 from deploy.host import Host, this_host
 from deploy.keys.inspection import Keys, inspect
 
@@ -96,13 +97,15 @@ def diagnose(model: str | None, dtype: str, key_file: Path | None = None) -> Dia
     torch_version = _installed("torch")
     if torch_version is None and model is not None:
         raise ConfigError("doctor --model needs the workers' packages: pip install 'moerelay[worker]'")
+    with needs_worker_extra("doctor --model"):
+        described = None if model is None else _model(model, dtype)
     return Diagnosis(
         moerelay=version("moerelay"),
         python=platform.python_version(),
         torch=torch_version,
         host=this_host(),
         kernels=_no_kernels() if torch_version is None else _kernels(),
-        model=None if model is None else _model(model, dtype),
+        model=described,
         keys=None if key_file is None else inspect(key_file),
     )
 

@@ -1,6 +1,8 @@
 """`moerelay doctor`, on this machine and on machines written down as files."""
 
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -139,3 +141,13 @@ def test_keys_of_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     decode.write_text("{}")
     assert main(["doctor", "--cluster-key-file", str(decode)]) == 2
     assert "is no file of `moerelay keys`" in capsys.readouterr().err
+
+
+def test_a_model_without_a_package_that_workers_need(checkpoint: Path) -> None:
+    """In a process of its own: here the package has been imported long ago."""
+    code = "import sys; sys.modules['xxhash'] = None; from deploy.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "doctor", "--model", str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("moerelay: error: doctor --model needs the workers' packages: pip install")
+    assert done.stderr.count("\n") == 1
