@@ -21,7 +21,7 @@ WINDOW_CHUNKS = 64
 GRANT_FROM_CHUNKS = WINDOW_CHUNKS // 2
 
 #: Requests that stream side by side come to their grants at about the same time, and share a call.
-GRANT_DELAY_S = 0.005
+GRANT_DELAY_S = 0.001
 
 #: Of a call that a worker answers at once; one that is lost is repeated.
 GRANT_TIMEOUT_S = 5.0
