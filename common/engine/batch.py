@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.engine.sequence import SequenceState
+from common.engine.short_first import OpenPrompt
 from common.engine.step_times import StepWork, num_pairs
 
 
@@ -20,7 +21,7 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step: decoding sequences first, then prompts and what is computed again, each in order of admission.
+    """One step: decoding sequences first, in order of admission, then prompts and what is computed again.
 
     Before a freeze the other way round.
     """
@@ -53,11 +54,11 @@ class Round:
             self._decode_tokens += 1
             self._decode_pairs += end
 
-    def add_prompts(self, sequences: Iterable[SequenceState], budget: int) -> None:
+    def add_prompts(self, prompts: Iterable[OpenPrompt], budget: int) -> None:
         """Gives each all tokens that it can forward, or what is left of `budget`, a part of the round's."""
         self.budget -= budget
-        for sequence in sequences:
-            start, known = sequence.num_computed, len(sequence.token_ids)
+        for sequence, start in prompts:
+            known = len(sequence.token_ids)
             end = min(known, start + budget)
             if start < end:
                 self._chunks.append(ScheduledChunk(sequence, start, end, samples=end == known))

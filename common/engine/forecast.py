@@ -9,6 +9,7 @@ from common.engine.batch import ScheduledBatch
 from common.engine.pace import Pace
 from common.engine.request import EngineRequest, Work
 from common.engine.sequence import Phase, SequenceState
+from common.engine.short_first import OpenPrompt, share_out
 from common.engine.step_times import StepWork
 from common.model.batch import Chunk
 
@@ -25,7 +26,7 @@ def forecast(
     """
     ends = {chunk.sequence: chunk for chunk in batch.chunks}
     decodes: list[Chunk] = []
-    prompts: list[tuple[SequenceState, int]] = []
+    prompts: list[OpenPrompt] = []
     for sequence in seated:
         chunk = ends.get(sequence)
         if chunk is None or not chunk.samples:
@@ -41,11 +42,10 @@ def forecast(
     if not prompts:
         return decodes
     work = StepWork(decode_tokens=len(decodes), decode_pairs=sum(chunk.end for chunk in decodes))
-    remainders = [(start, len(sequence.token_ids)) for sequence, start in prompts]
-    return decodes + _parts(prompts, pace.prompt_budget(work, remainders, budget - len(decodes)))
+    return decodes + _parts(*share_out(prompts, work, budget - len(decodes), pace))
 
 
-def _parts(prompts: Iterable[tuple[SequenceState, int]], budget: int) -> list[Chunk]:
+def _parts(prompts: Iterable[OpenPrompt], budget: int) -> list[Chunk]:
     """What is left of the budget, for each of those that are computed in parts."""
     chunks = []
     for sequence, start in prompts:

@@ -17,6 +17,7 @@ from common.engine.preemption import BlockChanges, Preemptor
 from common.engine.request import EngineLoad, EngineRequest, RequestId, Work
 from common.engine.saved import SavedRange
 from common.engine.sequence import Phase, SequenceState
+from common.engine.short_first import OpenPrompt, share_out
 from common.engine.step_times import StepWork
 from common.engine.swap import SwapSpace
 from common.kv.cache import PrefixCache
@@ -26,6 +27,9 @@ from common.model.batch import Chunk
 
 class Scheduler:
     """Everybody in one order of urgency: priority, then arrival, then choice. Decodes before prompts in every step.
+
+    Prompts that are being computed share a step in that order too, but for short ones: within a part of it they go
+    before long ones (`short_first`).
 
     A sequence comes in with blocks for the tokens that are known, and grows block by block. When none is left the least
     urgent decoding sequence loses its blocks and goes back into the line (`Preemptor`); it comes back with blocks for
@@ -174,12 +178,13 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when only a command can make progress possible."""
-        decoding, computing = [], []
+        decoding: list[SequenceState] = []
+        computing: list[OpenPrompt] = []
         for sequence in self._seated:
             if sequence.phase is Phase.DECODING:
                 decoding.append(sequence)
             elif sequence.phase is not Phase.LEASED:
-                computing.append(sequence)
+                computing.append((sequence, sequence.num_computed))
         this_round = Round(self._limits.max_num_batched_tokens)
         if self.closed:
             this_round.add_prompts(computing, this_round.budget)
@@ -187,9 +192,8 @@ class Scheduler:
         else:
             this_round.add_decodes(decoding)
             if computing:
-                remainders = [(s.num_computed, len(s.token_ids)) for s in computing]
-                budget = self._pace.prompt_budget(this_round.work, remainders, this_round.budget)
-                this_round.add_prompts(computing, budget)
+                prompts, budget = share_out(computing, this_round.work, this_round.budget, self._pace)
+                this_round.add_prompts(prompts, budget)
         return this_round.batch()
 
     def forecast(self, batch: ScheduledBatch) -> list[Chunk]:

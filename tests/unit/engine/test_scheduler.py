@@ -87,6 +87,35 @@ def test_decodes_come_first_then_prompt_chunks_in_order() -> None:
     assert bench.plan() == [("a", 5, 6), ("b", 10, 11), ("c", 4, 5)]
 
 
+def test_short_prompts_go_before_a_long_one_within_a_quarter_of_the_step() -> None:
+    bench = Bench(budget=16)
+    bench.add("long", 60, work=Work.PREFILL)
+    assert bench.plan() == [("long", 0, 16)]
+    for name, num_tokens in [("a", 3), ("b", 2), ("c", 1)]:
+        bench.add(name, num_tokens, work=Work.PREFILL)
+    assert bench.plan() == [("a", 0, 3), ("c", 0, 1), ("long", 16, 28)]  # "b" would make five of at most four
+    assert bench.plan() == [("b", 0, 2), ("long", 28, 42)]
+    assert bench.plan() == [("long", 42, 58)]
+
+
+def test_the_end_of_a_long_prompt_is_short_too() -> None:
+    bench = Bench(budget=16)
+    bench.add("first", 18, work=Work.PREFILL)
+    bench.add("second", 40, work=Work.PREFILL)
+    assert bench.plan() == [("first", 0, 16)]
+    assert bench.plan() == [("first", 16, 18), ("second", 0, 14)]
+
+
+def test_a_short_prompt_does_not_overtake_a_more_urgent_one() -> None:
+    bench = Bench(budget=16)
+    bench.add("urgent", 40, work=Work.PREFILL, priority=-1)
+    assert bench.plan() == [("urgent", 0, 16)]
+    bench.add("short", 1, work=Work.PREFILL)
+    bench.add("as urgent", 2, work=Work.PREFILL, priority=-1)
+    assert bench.plan() == [("as urgent", 0, 2), ("urgent", 16, 30)]
+    assert bench.plan() == [("urgent", 30, 40), ("short", 0, 1)]
+
+
 def test_a_budget_of_one_token_finishes_everything() -> None:
     bench = Bench(budget=1)
     bench.add("a", 3, max_tokens=2)
