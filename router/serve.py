@@ -20,8 +20,8 @@ from router.job import REQUEST_ID_HEADER, SESSION_HEADER, ChoiceState, Dialect, 
 from router.keys import FLEET, GRAMMARS, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT, TRACING
 from router.metrics import EVENTS_PER_SAMPLE, RequestClock
 from router.plan import Ask, ModelLimits, Plan
-from router.sse import FRAMING_BYTES, EventStream
 from router.request_log import told
+from router.sse import FRAMING_BYTES, EventStream
 from router.stitch import DeltaStitcher, FinalStitcher, Piece, Stitcher, Whole
 from router.validate import check_model_name, request_id
 

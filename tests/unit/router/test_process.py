@@ -136,7 +136,7 @@ async def test_before_it_drains_it_only_says_so_and_serves_who_comes(tmp_path: P
                 await late.content.readuntil(b"\n\n")
                 short = BODY | {"sampling_params": {"max_tokens": 1}}
                 async with asyncio.timeout(20):
-                    while (await session.post(url + GENERATE, json=short)).status != 503:
+                    while (await session.post(url + GENERATE, json=short)).status != 503:  # noqa: ASYNC110 - another process
                         await asyncio.sleep(0.05)
                 script.release.set()
                 for response in (early, late):
