@@ -1,10 +1,11 @@
-"""`moerelay up --router-processes 2` on a real model: one cluster to its clients, with the bytes of one process."""
+"""`moerelay up --router-processes 4` on a real model: one cluster to its clients, with the bytes of one process."""
 
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.e2e.cluster import Answer, Client, Cluster, JsonObject, running_cluster, until
@@ -14,19 +15,19 @@ NUM_REQUESTS = 16
 
 
 @pytest.fixture(scope="module")
-def two_processes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def four_processes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Stopped with SIGTERM, which must end it with code 0."""
     folder = tmp_path_factory.mktemp("processes")
-    with running_cluster(tiny_model, folder, *FLAGS, "--router-processes", "2") as cluster:
+    with running_cluster(tiny_model, folder, *FLAGS, "--router-processes", "4") as cluster:
         yield cluster
 
 
 @pytest.mark.cluster
 @pytest.mark.xdist_group("router-processes")
-async def test_two_processes_answer_as_one(two_processes: Cluster, client: Client) -> None:
+async def test_four_processes_answer_as_one(four_processes: Cluster, client: Client) -> None:
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
-        both = Client(session, two_processes.url)
+        both = Client(session, four_processes.url)
         prompts = [[3 + i, 5, 7, 11] for i in range(NUM_REQUESTS)]
         answers = await asyncio.gather(*(both.generate(prompt, max_tokens=6, logprobs=1) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -38,10 +39,10 @@ async def test_two_processes_answer_as_one(two_processes: Cluster, client: Clien
 
 @pytest.mark.cluster
 @pytest.mark.xdist_group("router-processes")
-async def test_an_abort_reaches_the_other_process(two_processes: Cluster) -> None:
+async def test_an_abort_reaches_the_other_process(four_processes: Cluster) -> None:
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
-        both = Client(session, two_processes.url)
+        both = Client(session, four_processes.url)
         names = [f"long-{i}" for i in range(NUM_REQUESTS)]
         async with asyncio.TaskGroup() as group:
             options: JsonObject = {"stream": True, "max_tokens": 100, "ignore_eos": True}
@@ -62,6 +63,29 @@ async def test_an_abort_reaches_the_other_process(two_processes: Cluster) -> Non
         assert {name for name, end in zip(names, ends, strict=True) if end == "abort"} <= found
         assert "abort" in ends
         assert (await both.json("/cluster"))["router"]["in_flight"] == 0
+
+
+@pytest.mark.cluster
+@pytest.mark.xdist_group("router-processes")
+async def test_nobody_is_forked(four_processes: Cluster, disaggregated: Cluster) -> None:
+    """exo#553, tokenizers#187, Megatron-Bridge#5328: a fork would copy the locks of gRPC's and the tokenizer's threads.
+
+    Every process is a program of its own from its first instruction on, with one router process and with several.
+    """
+    for cluster in (disaggregated, four_processes):
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as session:
+            client = Client(session, cluster.url)
+            requests = (client.generate([3 + i % 200, 5], stream=i % 2 == 0, max_tokens=4) for i in range(100))
+            assert all(answer.error is None for answer in await asyncio.gather(*requests))
+            # A grammar is compiled by a child of the router.
+            body = {"token_ids": [5, 6], "sampling_params": {"structured_outputs": {"regex": "a+"}, "max_tokens": 2}}
+            async with session.post(f"{cluster.url}/inference/v1/generate", json=body) as response:
+                assert response.status in (200, 400), "400: the checkpoint has no tokenizer"
+        assert "fork" not in cluster.log.read_text().lower()
+        for child in psutil.Process(cluster.process.pid).children(recursive=True):
+            parent = child.parent()
+            assert parent is not None
+            assert child.cmdline() != parent.cmdline()
 
 
 def _said(answer: Answer) -> tuple[list[int], list[object], bytes, str | None]:
