@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.docs.blocks import ROOT
 
+#: An index as the repository shows it: a table per section.
 INDEX = "# Home\n\n## Start\n\n| page | about |\n|---|---|\n| [First](first.md) | one |\n"
 
 
@@ -30,6 +31,12 @@ def test_pages_become_a_site_with_navigation(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "First page" in (tmp_path / "site" / "index.html").read_text()
     assert {file.name for file in (tmp_path / "site" / "_downloads").rglob("*.*")} == {"tool.py", "OTHER.md"}
+
+
+def test_pages_that_no_index_lists_fail_the_build(tmp_path: Path) -> None:
+    done = build(tmp_path, index=INDEX, first="# First page\n", lost="# Lost page\n")
+    assert done.returncode == 1
+    assert "lost.md" in done.stderr
 
 
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
