@@ -6,7 +6,7 @@ from tests.docs.blocks import Block
 
 #: Patterns of whole blocks.
 BLOCKS = [
-    (r"\[--|…|\b(FILE|DIR|NAME|TEXT)\b", "tells the form of a command, with placeholders"),
+    (r"\[--|…|\w\|\w|\b(FILE|DIR|NAME|TEXT)\b", "tells the form of a command, with placeholders"),
     (
         r"kill -TERM \$!",
         "starts clusters of its own, one after the other; tests/e2e/test_verify_matrix.py has both modes",
