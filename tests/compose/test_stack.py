@@ -30,7 +30,7 @@ async def status(client: Client, path: str) -> int:
     try:
         async with client.session.get(client.url + path) as response:
             return response.status
-    except OSError:
+    except (OSError, aiohttp.ClientError):
         return 0
 
 
@@ -49,17 +49,24 @@ async def decode_workers(client: Client) -> dict[str, JsonObject]:
 
 async def wait_decoding(client: Client, addresses: set[str], total: int = 1) -> None:
     """Until exactly these decode workers get requests, each has some, and there are `total` among them."""
+    seen: list[dict[str, int]] = []
 
     async def decoding() -> bool:
         running = {address: worker["running"] for address, worker in (await decode_workers(client)).items()}
+        if not seen or seen[-1] != running:
+            seen.append(running)
         return set(running) == addresses and all(running.values()) and sum(running.values()) >= total
 
-    await until(decoding, START_S)
+    try:
+        await until(decoding, START_S)
+    except TimeoutError:
+        pytest.fail(f"wanted {total} among {addresses}; there were {seen[-10:]}")
 
 
 @asynccontextmanager
 async def two_decode_workers(stack: Stack, client: Client) -> AsyncIterator[tuple[str, str]]:
     """Their containers."""
+    await wait_ready(client)
     await asyncio.to_thread(stack.up, decode=2)
     first, second = stack.containers("decode")
     addresses = {stack.address(first), stack.address(second)}
