@@ -162,6 +162,7 @@ async def test_who_has_no_key_says_which_file_is_missing() -> None:
         f"tcp://127.0.0.1:1?curve={PUBLIC}0",
         f"ipc:///run/decode?curve={PUBLIC}",
     ],
+    ids=["nothing", "too short", "no hexadecimal", "too long", "not on ipc"],
 )
 async def test_what_is_no_key_in_an_endpoint(endpoint: str) -> None:
     async with ZmqConnector(secret_key=lambda: SECRET) as connector:
