@@ -118,6 +118,8 @@ def grpc_errors() -> Iterator[None]:
     except grpc.aio.AioRpcError as error:
         trailers = {str(key): _text(value) for key, value in error.trailing_metadata() or ()}
         raise from_grpc(error.code(), error.details() or error.code().name, trailers) from error
+    except grpc.aio.UsageError as error:  # the channel was closed: its worker is not listed any more
+        raise WorkerLostError(str(error), unreachable=True) from error
 
 
 def _text(value: str | bytes) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from common.pb import decode_pb2
+from common.pb import decode_pb2, types_pb2
 from decode_worker.chunks import Chunker
 from decode_worker.outbox import Batch
 
@@ -25,5 +25,7 @@ class Answer:
             if batch.tokens and self._on_first_tokens is not None:
                 self._on_first_tokens(batch.num_cached)
                 self._on_first_tokens = None
-            yield from self._chunkers[batch.choice].cut(batch)
-            self.num_open -= batch.finish is not None
+            for chunk in self._chunkers[batch.choice].cut(batch):
+                # Before it is handed out: whoever takes the last chunk may not ask for another.
+                self.num_open -= chunk.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
+                yield chunk

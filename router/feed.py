@@ -24,7 +24,7 @@ GRANT_FROM_CHUNKS = WINDOW_CHUNKS // 2
 GRANT_DELAY_S = 0.001
 
 #: Of a call that a worker answers at once; one that is lost is repeated.
-GRANT_TIMEOUT_S = 5.0
+GRANT_TIMEOUT_S, GRANT_RETRY_S = 5.0, 0.1
 
 log = structlog.get_logger()
 
@@ -161,3 +161,4 @@ class Feed:
                 log.info("grant_failed", worker=self._worker_id(), reason=error.message)
                 self._grants = grants | self._grants
                 self._granting.set()
+                await asyncio.sleep(GRANT_RETRY_S)

@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 
-from common.errors import CheckpointError, InvalidRequestError
+from common.errors import CheckpointError, InvalidRequestError, WorkerLostError
 from common.pb import worker_pb2, worker_pb2_grpc
 from common.rpc import ErrorInterceptor, grpc_errors
 
@@ -50,3 +50,12 @@ async def test_a_lone_surrogate_in_a_message_does_not_hang_the_call() -> None:
 async def test_a_message_too_long_for_grpc_is_cut(character: str) -> None:
     error = await _complaint(character * 40_000)
     assert error.message == character * (2400 // len(character.encode())) + "…"
+
+
+async def test_a_call_on_a_closed_channel_says_that_the_worker_is_gone() -> None:
+    channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    stub: Any = worker_pb2_grpc.WorkerStub(channel)
+    await channel.close()
+    with pytest.raises(WorkerLostError) as caught, grpc_errors():
+        await stub.Abort(worker_pb2.AbortRequest(request_id="r"))
+    assert caught.value.unreachable

@@ -167,6 +167,27 @@ async def test_a_call_ends_after_its_last_chunk_was_accepted(rows: int) -> None:
         assert reader.tokens(1) + [[token.token_id for token in chunk.tokens] for chunk in request.own] == [[0], [1]]
 
 
+async def test_a_call_ends_although_its_last_chunk_filled_the_window() -> None:
+    async with running(window=1) as reader:
+        request = Request(reader.feed, 1)
+        streaming = asyncio.create_task(request.stream())
+        request.outbox.put(progress(0, finish=LENGTH))
+        await asyncio.wait_for(streaming, 10)
+        assert reader.tokens(1) == [[0]]
+
+
+async def test_a_call_ends_although_its_last_chunk_filled_the_message() -> None:
+    async with running(window=64) as reader:
+        requests = [Request(reader.feed, tag) for tag in range(1, 41)]
+        streaming = [asyncio.create_task(request.stream()) for request in requests]
+        await settled()
+        for request in requests:  # all of them before the feed collects what there is
+            request.outbox.put(progress(0, rows=LARGE_ROWS - 100, finish=LENGTH))
+        await asyncio.wait_for(asyncio.gather(*streaming), 10)
+        assert len(reader.batches) > 2
+        assert max(batch.ByteSize() for batch in reader.batches) >= MAX_BATCH_BYTES
+
+
 async def test_an_error_ends_the_call_and_nobody_elses() -> None:
     async with running() as reader:
         failing, other = Request(reader.feed, 1), Request(reader.feed, 2)
