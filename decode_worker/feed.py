@@ -51,6 +51,7 @@ class Feed:
         try:
             yield follower
         finally:
+            outbox.on_ready = None
             del self._followers[tag]
             self._ready.pop(follower, None)
 

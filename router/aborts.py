@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from aiohttp import web
 
-from router.calls import task_group
+from router.calls import all_tried
 from router.keys import LIVE, PIPELINE
 from router.live import LiveRequest
 from router.sglang.ids import CHOICE_IDS, ChoiceRef
@@ -13,18 +13,16 @@ from router.sglang.ids import CHOICE_IDS, ChoiceRef
 async def abort_here(app: web.Application, names: Iterable[str]) -> set[str]:
     """Ends those of the requests that are live here with finish reason "abort"; their names."""
     live = {name: found for name in names if (found := app[LIVE].get(name))}
-    async with task_group() as group:
-        for found in live.values():
-            group.create_task(app[PIPELINE].abort(found))
+    await all_tried(app[PIPELINE].abort(found) for found in live.values())
     return set(live)
 
 
 async def abort_rid_here(app: web.Application, rid: str | None) -> list[str]:
     """Ends what SGLang's clients know by that id, or everything that is live here without one; what was found."""
     targets = _targets(app, rid)
-    async with task_group() as group:
-        for live, ref in targets.values():
-            group.create_task(app[PIPELINE].abort(live, None if ref is None else (ref.prompt, ref.choice)))
+    await all_tried(
+        app[PIPELINE].abort(live, None if ref is None else (ref.prompt, ref.choice)) for live, ref in targets.values()
+    )
     return list(targets)
 
 

@@ -18,6 +18,7 @@ class Breaker:
         self._failures = 0
         self._pause_s = FIRST_PAUSE_S
         self._retry_at = float("-inf")
+        self._on_trial = False
 
     @property
     def open(self) -> bool:
@@ -32,17 +33,21 @@ class Breaker:
         """The worker was given something: if that is a trial, nothing more until it has ended or taken too long."""
         if self.open and now >= self._retry_at:
             self._retry_at = now + self._pause_s
+            self._on_trial = True
 
     def failed(self, now: float) -> None:
-        """The worker failed what it was given."""
-        was_open = self.open
-        self._failures += 1
-        if was_open:
+        """The worker failed what it was given. What it was given before it was set aside says nothing new."""
+        if self.open:
+            if not self._on_trial:
+                return
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        self._on_trial = False
+        self._failures += 1
         if self.open:
             self._retry_at = now + self._pause_s
 
     def succeeded(self) -> None:
         """The worker did what it was given."""
         self._failures = 0
+        self._on_trial = False
         self._pause_s = FIRST_PAUSE_S

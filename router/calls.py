@@ -1,7 +1,7 @@
-"""Calls to workers: errors that name the worker, and a task group whose failure is a plain exception."""
+"""Calls to workers: errors that name the worker, and calls side by side whose failure is a plain exception."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from common.errors import WorkerLostError
@@ -37,3 +37,10 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
             yield group
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+async def all_tried(calls: Iterable[Coroutine[None, None, None]]) -> None:
+    """Runs them side by side. One that fails ends no other; when all have ended, the first error is raised."""
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        if error is not None:
+            raise error

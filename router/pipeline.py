@@ -10,7 +10,7 @@ from common.errors import MoerelayError, NotTakenError, UnavailableError, Worker
 from common.pb import worker_pb2
 from common.tracing import current_span
 from router.attempts import Attempts
-from router.calls import task_group
+from router.calls import all_tried, task_group
 from router.chunk import aborted
 from router.fleet import Fleet, Pair
 from router.live import LivePrompt, LiveRequest
@@ -52,12 +52,11 @@ class Pipeline:
             live.aborted = True
         else:
             live.aborted_choices.add(choice)
-        async with task_group() as group:
-            for prompt in live.prompts.values():
-                if choice is None:
-                    group.create_task(self._abort_prompt(prompt, live))
-                elif prompt.index == choice[0]:
-                    group.create_task(self._abort_choice(prompt, live, choice[1]))
+        prompts = list(live.prompts.values())
+        if choice is None:
+            await all_tried(self._abort_prompt(prompt, live) for prompt in prompts)
+        else:
+            await all_tried(self._abort_choice(p, live, choice[1]) for p in prompts if p.index == choice[0])
 
     async def _trace_prompt(self, plan: Plan, live: LiveRequest, sink: Sink, observer: Observer) -> None:
         with current_span().child("router.prompt", index=plan.index, prompt_tokens=plan.prompt_len):

@@ -44,6 +44,19 @@ def test_a_trial_that_never_ends_is_followed_by_another() -> None:
     assert breaker.allows(11.0 + FIRST_PAUSE_S)
 
 
+def test_all_victims_of_one_incident_set_it_aside_once() -> None:
+    """A failed step of an engine fails every request that was in it."""
+    breaker = broken()
+    for _ in range(20):
+        breaker.failed(10.0)
+    assert breaker.allows(10.0 + FIRST_PAUSE_S)
+    breaker.taken(11.0)
+    for _ in range(20):
+        breaker.failed(11.5)  # the trial, and what came before it
+    assert not breaker.allows(11.5 + 2 * FIRST_PAUSE_S - 0.01)
+    assert breaker.allows(11.5 + 2 * FIRST_PAUSE_S)
+
+
 def test_pauses_double_up_to_a_bound() -> None:
     breaker, now, pauses = broken(), 10.0, []
     for _ in range(7):
@@ -51,6 +64,7 @@ def test_pauses_double_up_to_a_bound() -> None:
         assert not breaker.allows(now + pause - 0.01)
         pauses.append(pause)
         now += pause
+        breaker.taken(now)
         breaker.failed(now)
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
     assert pauses[-1] == MAX_PAUSE_S

@@ -222,8 +222,10 @@ async def test_a_request_that_left_is_forgotten() -> None:
         request = Request(reader.feed, 1)
         request.outbox.put(progress(0))
         request.leave()
+        request.outbox.put(progress(5))
         await settled()
         assert reader.tokens(1) == []
+        assert len(request.outbox.take_now()[0].tokens) == 2
         again = Request(reader.feed, 1)
         again.outbox.put(progress(1))
         await settled()
