@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.arguments import ArgumentParser
+from common.setting_types import parse_bytes
 from router.auth import listed_keys
 
 
@@ -29,6 +30,24 @@ def integer(minimum: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 stands for a free one."""
+    value = integer(0)(text)
+    if value > 65_535:
+        raise argparse.ArgumentTypeError(f"{value} is no port; the highest is 65535")
+    return value
+
+
+def size(text: str) -> int:
+    """'1GiB' → 1073741824."""
+    try:
+        value = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    assert isinstance(value, int), "what is no number is an error"
+    return value
 
 
 def url(text: str) -> str:

@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("deploy.replay", "compute a request again that a self-check has kept"),
     "status": ("deploy.status", "show the workers of a running cluster, their load and their rates"),
     "advise": ("deploy.advise.command", "say how many workers of each kind a workload needs"),
-    "doctor": ("deploy.doctor", "say what workers would compute with on this machine, and why"),
+    "doctor": ("deploy.doctor.command", "say whether this machine is ready, and what to fix if not"),
     "keys": ("deploy.keys.command", "make, rotate and show the keys of a cluster that spans machines"),
     "make-model": ("deploy.make_model", "write a seeded random checkpoint"),
     "completion": ("deploy.completion", "print a script that completes commands and flags in a shell"),

@@ -11,11 +11,14 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Raises CheckpointError if the directory holds no tokenizer.json that can be read."""
+    """Raises CheckpointError if the directory holds no tokenizer.json, or one that cannot be read."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; name a checkpoint with --model, or send --token-ids")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no other class, whatever the fault
+        raise CheckpointError(f"{path} is not a tokenizer: {error}; name another checkpoint with --model") from error
 
 
 class TextStream:

@@ -133,7 +133,9 @@ class CheckpointFiles(CheckpointTensors):
             opened = self._stack.enter_context(safe_open(file, framework="pt"))
         except (OSError, SafetensorError) as error:
             self._stack.close()
-            raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+            raise CheckpointError(
+                f"{file} cannot be read as safetensors: {error}; is the download complete?"
+            ) from error
         for name in opened.keys():  # noqa: SIM118  (not a dict: it is not iterable)
             if name in self._file_of:
                 self._stack.close()

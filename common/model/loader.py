@@ -50,15 +50,19 @@ def load_model(
     Raises:
         CheckpointError: a file is broken, or a tensor is missing, unknown or of the wrong shape.
     """
-    expected = checkpoint_tensors(config)
     with open_checkpoint(path, config.quantization) as files:
-        files.check(expected, optional=_optional_tensors(files, config))
-        _check_tied_head(files, config)
-        with loading_progress(files.num_bytes(expected), enabled=progress) as advance:
+        check_files(files, config)
+        with loading_progress(files.num_bytes(checkpoint_tensors(config)), enabled=progress) as advance:
             source = TensorSource(files, dtype, device, advance)
             decoder = build_decoder(source, config, kernels or choose_kernels("auto", device, config), max_positions)
     rotary = rotary_digest(config.rope, config.attention.rotary_dim, decoder.max_positions)
     return LoadedModel(decoder, source.fingerprint(config, rotary))
+
+
+def check_files(files: CheckpointTensors, config: ModelConfig) -> None:
+    """Raises CheckpointError unless there is every tensor that the model needs, and no other."""
+    files.check(checkpoint_tensors(config), optional=_optional_tensors(files, config))
+    _check_tied_head(files, config)
 
 
 def build_decoder(source: TensorSource, config: ModelConfig, kernels: Kernels, max_positions: int | None) -> MoeDecoder:

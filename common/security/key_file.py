@@ -81,7 +81,7 @@ def read_key_file(path: Path, role: KeyRole | None = None) -> KeyFile:
     try:
         keys = msgspec.json.decode(path.read_bytes(), type=KeyFile)
     except OSError as error:
-        raise ConfigError(f"{flag} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{flag} cannot be read: {error.strerror}; `moerelay keys init` makes such files") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # Its message says where, and never what is there.
         raise ConfigError(f"{flag} is no file of `moerelay keys`: {error}") from error

@@ -1,8 +1,12 @@
 """`moerelay doctor`, on this machine and on machines written down as files."""
 
 import json
+import os
+import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -13,9 +17,12 @@ from common.cores import affinity
 from common.model import native
 from common.model.synthesize import synthesize
 from deploy.cli import main
-from deploy.doctor import Diagnosis, Kernels
+from deploy.doctor.check import Check
+from deploy.doctor.checkpoint import Use, examine
+from deploy.doctor.keys import inspect
+from deploy.doctor.listeners import Listener, listener
+from deploy.doctor.machine import Kernels, check_kernels, check_machine, check_torch
 from deploy.host import Host, this_host
-from deploy.keys.inspection import inspect
 
 _CPUINFO = """processor\t: 0
 model name\t: Example 9000 @ 2.00GHz
@@ -25,6 +32,10 @@ processor\t: 1
 model name\t: Another
 flags\t\t: fpu
 """
+
+
+#: Whatever is busy on this machine, a free port there is.
+_DOCTOR = ["doctor", "--port", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +81,79 @@ def test_a_machine_that_tells_little(tmp_path: Path, limit: str) -> None:
     assert host.processor
 
 
+def said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """Exit code, and the lines that are neither about the machine nor about free ports, with single spaces."""
+    code = main([*_DOCTOR, *argv])
+    found = capsys.readouterr()
+    assert not found.err
+    lines = [" ".join(line.split()) for line in found.out.splitlines()]
+    of_machine = ("moerelay", "torch", "processor", "cores", "memory", "huge", "kernels", "free")
+    return code, [line for line in lines if line.split()[1] not in of_machine]
+
+
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
+    assert main(_DOCTOR) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"moerelay {version('moerelay')}, Python 3.")
-    assert f"torch {version('torch')}" in lines[0]
+    assert lines[0].startswith(f"ok    moerelay    {version('moerelay')}, Python 3.")
+    assert f"ok    torch       {version('torch')}" in lines
     for variant in native.VARIANTS:
-        (line,) = [line for line in lines if line.split()[0] == variant]
-        assert line.split(maxsplit=1)[1].startswith("yes" if variant in native.available() else "no: ")
-    assert not any(line.startswith("model") for line in lines)
+        (line,) = [line for line in lines if line.split()[1:3] == ["kernels", variant]]
+        assert line.split()[3] == ("yes" if variant in native.available() else "no:")
+    assert all(line.split()[0] in ("ok", "warn") for line in lines)
+
+
+def test_a_port_that_is_taken_and_by_whom(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, (line,) = said(["--port", str(port)], capsys)
+    assert code == 1
+    assert line.startswith(f"bad port 127.0.0.1:{port} is taken by ")
+    assert line.endswith(f"(process {os.getpid()}); end it, or choose another --port")
+
+
+def test_a_port_that_two_want(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    code, lines = said(["--worker-port", port, "--worker-port", "0", "--handoff-port", port], capsys)
+    assert code == 1
+    assert lines == [
+        f"ok port --worker-port: 127.0.0.1:{port} is free",
+        f"bad port 127.0.0.1:{port} is wanted by --worker-port and by --handoff-port; change one of them",
+    ]
+
+
+def test_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    # 192.0.2.0/24 is for documentation (RFC 5737).
+    assert main([*_DOCTOR, "--host", "192.0.2.1", "--admin-port", "1234"]) == 1
+    said = [line for line in capsys.readouterr().out.splitlines() if "1234" in line]
+    assert said == [
+        "bad   port        cannot listen on 192.0.2.1:1234: Cannot assign requested address; "
+        "choose another --admin-port or --host"
+    ]
+
+
+def test_who_listens_by_the_files_of_the_kernel(tmp_path: Path) -> None:
+    head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+    rest = "00000000:00000000 00:00000000 00000000     0        0"
+    _write(
+        tmp_path,
+        {
+            # 8000 is 1F40. The first is a connection (01), which keeps nobody from listening.
+            "proc/net/tcp": f"{head}   0: 0100007F:1F40 0100007F:D431 01 {rest} 71 1\n",
+            "proc/net/tcp6": f"{head}   0: {'0' * 32}:1F40 {'0' * 32}:0000 0A {rest} 72 1\n",
+            "proc/12/cmdline": "/usr/bin/python3\0-m\0router\0",
+            "proc/13/cmdline": "sh\0",
+        },
+    )
+    for pid, inode in ((12, 72), (13, 71)):
+        (tmp_path / f"proc/{pid}/fd").mkdir()
+        (tmp_path / f"proc/{pid}/fd/3").symlink_to(f"socket:[{inode}]")
+    assert listener(8000, root=tmp_path) == Listener(12, "python3 -m router")
+    assert listener(8001, root=tmp_path) is None
 
 
 def test_json_for_a_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--model", str(checkpoint), "--dtype", "float32", "--json"]) == 0
+    assert main([*_DOCTOR, "--model", str(checkpoint), "--dtype", "float32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     fastest = [*native.available(), "torch"][0]
     assert found["model"]["kernels"] == fastest
@@ -90,57 +161,165 @@ def test_json_for_a_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"kernels={fastest} " in found["model"]["numerics"]
     assert [kernels["name"] for kernels in found["kernels"]] == [*native.VARIANTS, "torch"]
     assert found["host"]["threads"] <= len(affinity())
+    assert {check["verdict"] for check in found["checks"]} <= {"ok", "warn"}
+    assert [c["name"] for c in found["checks"]][-5:] == ["model", "numerics", "weights", "tokenizer", "room"]
 
 
 def test_a_model_that_native_kernels_do_not_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthesize("qwen3_moe", "tiny", 0, {"moe_intermediate_size": 37}, tmp_path / "odd")
-    assert main(["doctor", "--model", str(tmp_path / "odd")]) == 0
+    assert main([*_DOCTOR, "--model", str(tmp_path / "odd")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines if line.split()[0] == "portable"]
+    (line,) = [line for line in lines if line.split()[1:3] == ["kernels", "portable"]]
     assert line.endswith("no: native kernels take two inputs at a time, and the width of experts is 37")
-    assert "  auto     torch" in lines
+    (line,) = [line for line in lines if line.split()[1] == "model"]
+    assert line.endswith("kernels torch")
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--model", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    none = tmp_path / "none"
+    assert said(["--model", str(none)], capsys) == (
+        1,
+        [f"bad model {none} is not a directory; give a checkpoint directory or a Hugging Face hub id"],
+    )
 
 
-def _diagnosis(torch: str | None, huge_pages: str, quota: float | None, *sets: Kernels) -> Diagnosis:
-    host = Host("Example", (), "0-7", 8, quota, None, None, None, huge_pages)
-    return Diagnosis("1", "3.11", torch, host, sets, None)
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("config.json", "{", "bad model {path}/config.json cannot be read: Expecting property name"),
+        ("config.json", '{"model_type": "llama"}', "bad model {path}/config.json: model_type 'llama'"),
+        ("model.safetensors", "x" * 100, "bad weights {path}/model.safetensors cannot be read as safetensors: "),
+        ("tokenizer.json", "{}", "bad tokenizer {path}/tokenizer.json is not a tokenizer: "),
+    ],
+    ids=["config", "family", "weights", "tokenizer"],
+)
+def test_a_broken_file_of_a_checkpoint(
+    checkpoint: Path, tmp_path: Path, name: str, content: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = shutil.copytree(checkpoint, tmp_path / "m")
+    (path / name).write_text(content)
+    code, lines = said(["--model", str(path)], capsys)
+    bad = [each for each in lines if each.startswith("bad")]
+    assert (code, len(bad)) == (1, 1)
+    assert bad[0].startswith(line.format(path=path))
 
 
-def test_advice_is_given_where_something_could_be_better() -> None:
-    native_set, slow = Kernels("portable", None), Kernels("portable", "it was not built")
-    torch = Kernels("torch", None)
-    assert not list(_diagnosis("2", "madvise", None, native_set, torch).advice())
-    (kernels, pages, quota) = _diagnosis("2", "never", 2.5, slow, torch).advice()
-    assert "workers compute with torch" in kernels
-    assert "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" in pages
-    assert "grants 2.5 cpus" in quota
-    (missing,) = _diagnosis(None, "always", None, Kernels("torch", "torch is not installed")).advice()
-    assert "pip install 'moerelay[worker]'" in missing
+def test_a_checkpoint_without_a_tokenizer_can_be_served(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = shutil.copytree(checkpoint, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer.json"))
+    code, lines = said(["--model", str(path)], capsys)
+    assert code == 0
+    assert any(line.startswith("warn tokenizer the checkpoint has none") for line in lines)
+
+
+def _host(**changes: object) -> Host:
+    values: dict[str, object] = {
+        "processor": "Example", "flags": (), "cpus": "0-7", "threads": 8, "cpu_quota": None, "memory": 2**33,
+        "memory_available": 2**32, "memory_limit": None, "huge_pages": "madvise",
+    }  # fmt: skip
+    return Host(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("workers", "limit", "verdict"),
+    [(3, None, "ok"), (4, None, "bad"), (3, 2 * 2**30, "bad"), (1, 2 * 2**30, "ok")],
+    ids=["three", "four", "three-in-a-cgroup", "one-in-a-cgroup"],
+)
+def test_room_for_weights_and_kv(checkpoint: Path, workers: int, limit: int | None, verdict: str) -> None:
+    """4 GiB are available: three workers with 1 GiB of KV and less than 1 MiB of weights fit in, four do not."""
+    model, checks = examine(str(checkpoint), Use("float32", workers, 2**30), _host(memory_limit=limit))
+    assert (checks[-1].name, checks[-1].verdict) == ("room", verdict)
+    # 4 bytes for each value in the files, which hold nothing else than the tensors and a header.
+    assert model is not None
+    assert 0 < 2 * (checkpoint / "model.safetensors").stat().st_size - model.weight_bytes < 2**16
+
+
+def _found(checks: Iterator[Check], verdict: str = "warn") -> list[str]:
+    return [f"{check.name}: {check.found}; {check.fix}" for check in checks if check.verdict == verdict]
+
+
+def test_what_could_be_better() -> None:
+    assert not _found(check_machine(_host()))
+    assert _found(check_machine(_host(huge_pages="never"))) == [
+        "huge pages: never, which slows down the reading of weights; "
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    ]
+    assert "grants 2.5, fewer than there are" in _found(check_machine(_host(cpu_quota=2.5)))[0]
+    native_set, slow, torch = Kernels("portable", None), Kernels("portable", "not built"), Kernels("torch", None)
+    assert not _found(check_kernels([native_set, torch]))
+    (kernels,) = _found(check_kernels([slow, torch]))
+    assert kernels.endswith("yes, and nothing faster; install again where there is a C++ compiler")
+    assert check_torch(None).fix == "pip install 'moerelay[worker]'"
 
 
 def test_keys_of_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "init", str(tmp_path), "--days", "40"]) == 0
     decode = tmp_path / "decode.json"
-    cluster = json.loads(decode.read_text())["cluster"]
+    values = json.loads(decode.read_text())
     capsys.readouterr()
-    assert main(["doctor", "--cluster-key-file", str(decode)]) == 0
-    said = capsys.readouterr().out
-    assert f"keys       {decode}: decode, cluster {cluster}\n  now      generation 1, good until " in said
-    assert "decode.json is" not in said
-    decode.chmod(0o640)
-    later = inspect(decode, datetime.now(UTC) + timedelta(days=30))
-    assert list(later.advice()) == [
-        f"{decode} is good for {later.days_left} days: run `moerelay keys rotate` where it was made",
-        f"{decode} has mode 0640; others can read it, which chmod 600 ends",
+    code, lines = said(["--cluster-key-file", str(decode)], capsys)
+    assert code == 0
+    assert lines == [
+        f"ok keys {decode}: decode, cluster {values['cluster']}, generation 1",
+        "ok key pair the private key is that of the certificate",
+        f"ok validity until {values['expires']}",
+        "ok mode 0600",
     ]
-    decode.write_text("{}")
-    assert main(["doctor", "--cluster-key-file", str(decode)]) == 2
-    assert "is no file of `moerelay keys`" in capsys.readouterr().err
+
+
+def test_keys_that_others_can_read_and_that_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["keys", "init", str(tmp_path), "--days", "40"])
+    decode, now = tmp_path / "decode.json", datetime.now(UTC)
+    expires = json.loads(decode.read_text())["expires"]
+    decode.chmod(0o640)
+    keys, checks = inspect(decode, now + timedelta(days=30))
+    assert keys is not None
+    rotate = "run `moerelay keys rotate` where the file was made"
+    assert _found(iter(checks)) == [
+        f"validity: the certificate ends on {expires}, in {keys.days_left} days; {rotate}",
+        f"mode: {decode} has mode 0640, and others can read it; chmod 600 {decode}",
+    ]
+    assert 8 <= keys.days_left <= 10
+    _, checks = inspect(decode, now + timedelta(days=42))
+    assert _found(iter(checks), "bad") == [f"validity: the certificate ended on {expires}; {rotate}"]
+
+
+def test_keys_of_two_processes_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["keys", "init", str(tmp_path)])
+    capsys.readouterr()
+    decode, router = tmp_path / "decode.json", tmp_path / "router.json"
+    values = json.loads(decode.read_text())
+    for private_key, complaint in (
+        (json.loads(router.read_text())["private_key"], f"the private key in {decode} is not that of its certificate"),
+        ("no key", f"{decode} holds what is no certificate or key"),
+    ):
+        decode.write_text(json.dumps(values | {"private_key": private_key}))
+        code, lines = said(["--cluster-key-file", str(decode)], capsys)
+        assert code == 1
+        assert f"bad key pair {complaint}; make the file anew with `moerelay keys rotate`" in lines
+
+
+def test_keys_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").touch()
+    code, lines = said(
+        ["--cluster-key-file", f"{tmp_path}/empty", "--api-key-file", f"{tmp_path}/no", "--admin-key-file", "/"], capsys
+    )
+    assert code == 1
+    starts = ("is no file of `moerelay keys`", "cannot be read: No such file", "cannot be read: Is a directory")
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith("bad keys --")
+        assert start in line
+
+
+def test_keys_of_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# of a friend\none\ntwo\n")
+    keys.chmod(0o644)
+    code, lines = said(["--api-key-file", str(keys)], capsys)
+    assert code == 0
+    assert lines[0] == f"ok keys {keys}: 2 for --api-key-file"
+    assert lines[1].startswith(f"warn mode {keys} has mode 0644")
 
 
 def test_a_model_without_a_package_that_workers_need(checkpoint: Path) -> None:

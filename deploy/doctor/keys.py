@@ -1,0 +1,87 @@
+"""What files with keys are worth."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from common.errors import ConfigError
+from common.security.key_file import WARN_DAYS, KeyFile, exposed, read_key_file
+from deploy.doctor.check import Check
+from router.auth import listed_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A file for --cluster-key-file."""
+
+    path: str
+    cluster: str
+    role: str
+    generation: int
+    #: The last day, and how far it is.
+    expires: str
+    days_left: int
+    #: Who else can read it, in words; None: nobody.
+    exposed: str | None
+
+
+def inspect(path: Path, now: datetime | None = None) -> tuple[Keys | None, list[Check]]:
+    """What the file is, None if it is none, and what is to be said about it."""
+    try:
+        keys = read_key_file(path)
+    except ConfigError as error:
+        return None, [Check.of_error("keys", error)]
+    days_left = keys.days_left(now)
+    found = f"{path}: {keys.role}, cluster {keys.cluster}, generation {keys.generation}"
+    checks = [Check("keys", "ok", found), _pair(path, keys), _validity(keys.expires, days_left), *_permissions(path)]
+    return Keys(str(path), keys.cluster, keys.role, keys.generation, keys.expires, days_left, exposed(path)), checks
+
+
+def inspect_list(path: Path, flag: str) -> Iterator[Check]:
+    """Of a file with a key per line, which the flag names."""
+    try:
+        keys = listed_keys(path, flag)
+    except ConfigError as error:
+        yield Check.of_error("keys", error)
+        return
+    yield Check("keys", "ok", f"{path}: {len(keys)} for {flag}")
+    yield from _permissions(path)
+
+
+def _pair(path: Path, keys: KeyFile) -> Check:
+    """Whether the private key is the certificate's, and one of the authorities would be believed at all."""
+    anew = "make the file anew with `moerelay keys rotate`"
+    try:
+        certificate = x509.load_pem_x509_certificate(keys.certificate.encode())
+        private = load_pem_private_key(keys.private_key.encode(), password=None)
+        for each in keys.trusted:
+            x509.load_pem_x509_certificate(each.encode())
+    except ValueError:
+        return Check("key pair", "bad", f"{path} holds what is no certificate or key", anew)
+    if certificate.public_key() != private.public_key():
+        return Check("key pair", "bad", f"the private key in {path} is not that of its certificate", anew)
+    return Check("key pair", "ok", "the private key is that of the certificate")
+
+
+def _validity(expires: str, days_left: int) -> Check:
+    rotate = "run `moerelay keys rotate` where the file was made"
+    if days_left < 0:
+        return Check("validity", "bad", f"the certificate ended on {expires}", rotate)
+    if days_left < WARN_DAYS:
+        return Check("validity", "warn", f"the certificate ends on {expires}, in {days_left} days", rotate)
+    return Check("validity", "ok", f"until {expires}")
+
+
+def _permissions(path: Path) -> Iterator[Check]:
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError:  # it has gone since it was read
+        return
+    if mode & 0o077:
+        yield Check("mode", "warn", f"{path} has mode {mode:04o}, and others can read it", f"chmod 600 {path}")
+    else:
+        yield Check("mode", "ok", f"{mode:04o}")
