@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.arguments import ArgumentParser
 from common.errors import ConfigError
-from common.security.key_file import KeyFile, exposed
+from common.security.key_file import KeyRole, exposed
 from deploy.arguments import integer
 from deploy.keys.authority import VALID_DAYS, Authority
 from deploy.keys.certificates import certificate_fingerprint
@@ -32,7 +32,7 @@ def command_line() -> ArgumentParser:
         "action",
         choices=("init", "rotate", "show"),
         help="init: make all; rotate: put the next generation to use, while the current one stays good until the next "
-        "rotation; show: fingerprints, no secrets",
+        "rotation, or write what an interrupted one has left out; show: fingerprints, no secrets",
     )
     parser.add_argument("folder", type=Path, help="where the keys of this cluster lie")
     parser.add_argument(
@@ -67,8 +67,17 @@ def init(folder: KeyFolder, now: datetime, days: int, *, if_missing: bool = Fals
 
 
 def rotate(folder: KeyFolder, now: datetime, days: int) -> Iterator[str]:
-    """Makes everything one generation newer; what to do with it."""
-    authority = folder.authority().rotated(now=now, days=days)
+    """Makes everything one generation newer; what to do with it.
+
+    If files lack the current generation, they only get that: processes with older ones would not believe a newer one.
+    """
+    current = folder.authority()
+    if behind := folder.behind(current):
+        folder.write(current, now=now, days=days)
+        yield f"{', '.join(behind)} of {folder.path} lacked generation {current.current.number}: all files have it now"
+        yield "no newer generation was made; give every process its file, and run this again to make one"
+        return
+    authority = current.rotated(now=now, days=days)
     folder.write(authority, now=now, days=days)
     yield f"generation {authority.current.number} of cluster {authority.cluster} is in use in {folder.path}"
     yield "give every process its new file, in any order; none has to be started again"
@@ -94,9 +103,9 @@ def show(folder: KeyFolder, now: datetime) -> Iterator[str]:
             yield f"warning: {warning}"
 
 
-def _file(folder: KeyFolder, role: str, authority: Authority, now: datetime) -> str:
+def _file(folder: KeyFolder, role: KeyRole, authority: Authority, now: datetime) -> str:
     try:
-        keys: KeyFile = folder.key_file(next(each for each in ROLES if each == role))
+        keys = folder.key_file(role)
     except ConfigError as error:
         return error.message
     behind = "" if keys.generation == authority.current.number else "; behind: run `moerelay keys rotate`"

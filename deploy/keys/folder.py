@@ -44,6 +44,15 @@ class KeyFolder:
         """As it is there. Raises ConfigError if it cannot be read."""
         return read_key_file(self.path / f"{role}.json", role)
 
+    def behind(self, authority: Authority) -> list[str]:
+        """Names of the files that lack the current generation, because a `write` was interrupted."""
+        current = authority.current
+        clients = {API_KEYS: current.api_key, ADMIN_KEYS: current.admin_key}
+        return [
+            *(f"{role}.json" for role in ROLES if self._generation(role) < current.number),
+            *(name for name, key in clients.items() if key not in self._lines(name)),
+        ]
+
     def write_new(self, authority: Authority, *, now: datetime, days: int) -> None:
         """Raises ConfigError if there are keys already, or the folder cannot be written to."""
         try:
@@ -57,7 +66,7 @@ class KeyFolder:
     def write(self, authority: Authority, *, now: datetime, days: int) -> None:
         """Everything that `authority` stands for. What clients were given besides is kept.
 
-        The authority comes first: whatever an interruption leaves out, the next rotation makes.
+        The authority comes first: what an interruption leaves out is `behind` it.
         """
         self._replace(AUTHORITY, msgspec.json.encode(authority))
         for role in ROLES:
@@ -67,16 +76,36 @@ class KeyFolder:
         self._write_clients(ADMIN_KEYS, [each.admin_key for each in reversed(in_use)], f"mr-admin-{authority.cluster}-")
 
     def _write_clients(self, name: str, keys: Sequence[str], prefix: str) -> None:
-        path = self.path / name
-        lines = path.read_text("utf-8").splitlines() if path.exists() else [_HEADING]
-        others = [line for line in lines if not line.startswith(prefix)]
+        # A line that was cut off within the prefix would be a key that can be guessed.
+        ours = [line for line in self._lines(name) if line.startswith(prefix) or (line and prefix.startswith(line))]
+        others = [line for line in self._lines(name) or [_HEADING] if line not in ours]
         self._overwrite(name, "\n".join([*others, *keys, ""]).encode())
+
+    def _generation(self, role: KeyRole) -> int:
+        """Of a role's file; 0 if there is none, or it is damaged."""
+        try:
+            return self.key_file(role).generation
+        except ConfigError:
+            return 0
+
+    def _lines(self, name: str) -> list[str]:
+        """Of a file for clients; none if there is no such file."""
+        path = self.path / name
+        try:
+            return path.read_text("utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
 
     def _replace(self, name: str, content: bytes) -> None:
         """In one step."""
         partial = f"{name}.partial"
         self._overwrite(partial, content)
-        (self.path / partial).replace(self.path / name)
+        try:
+            (self.path / partial).replace(self.path / name)
+        except OSError as error:
+            raise ConfigError(f"{self.path / name} cannot be written: {error.strerror}") from error
 
     def _overwrite(self, name: str, content: bytes) -> None:
         """In place: a container to which this one file is mounted would never see another one of the same name."""

@@ -7,7 +7,8 @@ import pytest
 from common.errors import ConfigError
 from common.security.key_file import read_key_file
 from deploy.cli import main
-from deploy.keys.folder import KeyFolder
+from deploy.keys.command import rotate
+from deploy.keys.folder import ROLES, KeyFolder
 from router.auth import listed_keys
 from tests.fakes.cluster_keys import NOW, new_authority
 
@@ -113,6 +114,44 @@ def test_show_tells_what_is_behind(folder: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert keys("show", folder) == 0
     assert "; behind: run `moerelay keys rotate`" in capsys.readouterr().out
+
+
+class FullDisk(KeyFolder):
+    """Of the file `name` only the first half can be written, or nothing."""
+
+    def __init__(self, path: Path, name: str, *, half: bool) -> None:
+        super().__init__(path)
+        self._name = name
+        self._half = half
+
+    def _overwrite(self, name: str, content: bytes) -> None:
+        if name != self._name:
+            return super()._overwrite(name, content)
+        if self._half:
+            super()._overwrite(name, content[: len(content) // 2])
+        raise ConfigError(f"{self.path / name} cannot be written: No space left on device")
+
+
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("name", ["router.json", "decode.json", "api-keys.txt", "admin-keys.txt"])
+def test_a_rotation_that_was_interrupted_is_ended_by_the_next(
+    name: str, half: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two generations ahead of what processes have, neither side would believe the other."""
+    with pytest.raises(ConfigError, match="No space left"):
+        list(rotate(FullDisk(folder, name, half=half), NOW, 1))
+    assert KeyFolder(folder).authority().current.number == 2
+    assert keys("rotate", folder) == 0
+    said = capsys.readouterr().out
+    assert name in said
+    assert "lacked generation 2: all files have it now\nno newer generation was made" in said
+    authority = KeyFolder(folder).authority()
+    assert authority.last is not None
+    assert [each.number for each in authority.believed] == [1, 2, 3]
+    assert {read_key_file(folder / f"{role}.json", role).generation for role in ROLES} == {2}
+    assert api_keys(folder) == [authority.current.api_key, authority.last.api_key]
+    assert keys("rotate", folder) == 0
+    assert "generation 3 of cluster" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("action", ["rotate", "show"])
