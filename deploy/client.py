@@ -76,7 +76,7 @@ class ClusterClient:
                 if response.status != HTTPStatus.OK:
                     await _json_of(response)
                 async for payload in _payloads(response.content):
-                    event: Json = json.loads(payload)
+                    event = _object(payload)
                     if "error" in event:
                         raise _error_of(event["error"])
                     yield event
@@ -88,7 +88,7 @@ class ClusterClient:
             yield
         except aiohttp.ClientConnectorError as error:
             raise UnavailableError(f"nothing answers at {self._url}: {error.strerror or error}") from error
-        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: neither JSON nor UTF-8
             raise WorkerLostError(f"the answer of {self._url} broke off: {error or type(error).__name__}") from error
 
 
@@ -107,16 +107,25 @@ async def _json_of(response: aiohttp.ClientResponse) -> Json:
     """The body of a 2xx answer; the error of any other."""
     text = await response.text()
     if response.status == HTTPStatus.OK:
-        body: Json = json.loads(text)
-        return body
+        return _object(text)
     try:
-        error = json.loads(text)["error"]
-    except (ValueError, KeyError, TypeError):
+        error = _object(text)["error"]
+    except (ValueError, KeyError):
         raise InternalError(f"HTTP {response.status} from {response.url}: {text[:200]}") from None
     raise _error_of(error)
 
 
-def _error_of(detail: Mapping[str, Any]) -> MoerelayError:
+def _object(text: str) -> Json:
+    """Raises ValueError if it is no JSON object."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{text[:200]} is no JSON object")
+    return found
+
+
+def _error_of(detail: object) -> MoerelayError:
+    if not isinstance(detail, dict):
+        return InternalError(str(detail))
     cls = _CLASS_BY_TYPE.get(str(detail.get("type")), InternalError)
     return cls(str(detail.get("message")), param=detail.get("param"))
 

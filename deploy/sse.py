@@ -13,7 +13,7 @@ class SseDecoder:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """The payloads that `data` completes."""
+        """The payloads that `data` completes. Raises UnicodeDecodeError if one is not UTF-8."""
         # Only the new bytes, and the last old one, can hold a separator: a long event is not searched again and again.
         searched = max(0, len(self._pending) - 1)
         self._pending += data

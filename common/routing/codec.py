@@ -2,10 +2,14 @@
 
 import io
 from functools import lru_cache
+from tokenize import TokenError
 
 import numpy as np
 import numpy.typing as npt
 import pybase64
+
+#: What numpy raises of headers that are none, or that promise more than there can be.
+_FOREIGN_ERRORS = (ValueError, EOFError, SyntaxError, TypeError, TokenError, OverflowError, MemoryError)
 
 
 def numpy2base64(array: npt.NDArray[np.generic]) -> str:
@@ -35,5 +39,10 @@ def npy_header(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
 
 def base642numpy(text: str) -> npt.NDArray[np.generic]:
     """The inverse of `numpy2base64`. Raises ValueError on anything but strict base64 of an .npy file."""
-    array: npt.NDArray[np.generic] = np.load(io.BytesIO(pybase64.b64decode(text, validate=True)), allow_pickle=False)
+    content = io.BytesIO(pybase64.b64decode(text, validate=True))
+    try:
+        # Not np.load, which takes zip archives, too.
+        array: npt.NDArray[np.generic] = np.lib.format.read_array(content, allow_pickle=False)
+    except _FOREIGN_ERRORS as error:
+        raise ValueError(f"no .npy file: {error!r}") from error
     return array

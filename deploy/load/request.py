@@ -3,17 +3,14 @@
 import json
 import time
 from collections.abc import Callable
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPResponse
 
-from deploy.load.contract import BrokenContractError, RowRules
+from deploy.load.contract import RowRules
 from deploy.load.stream import Arrival, Ask, BrokenStreamError, StreamCheck
 from deploy.load.target import Target
 
 _PATH = "/inference/v1/generate"
 _READ_BYTES = 64 * 1024
-
-#: What a request can fail with.
-FAILURES = (OSError, HTTPException, BrokenStreamError, BrokenContractError)
 
 
 def run(target: Target, ask: Ask, rows: RowRules | None, on_arrival: Callable[[Arrival], None]) -> StreamCheck:

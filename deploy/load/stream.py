@@ -53,7 +53,8 @@ class StreamCheck:
     num_tokens: int = 0
     num_rows: int = 0
     _finish: str | None = None
-    _usage: Json | None = None
+    #: Of tokens, as the usage says.
+    _counted: int | None = None
     _is_done: bool = False
     _last_s: float | None = None
     _decoder: SseDecoder = field(default_factory=SseDecoder)
@@ -65,7 +66,11 @@ class StreamCheck:
             BrokenContractError: an event breaks a rule.
             BrokenStreamError: the stream says that it failed.
         """
-        for payload in self._decoder.feed(data):
+        try:
+            payloads = list(self._decoder.feed(data))
+        except UnicodeDecodeError as error:
+            raise BrokenContractError(f"an event is not UTF-8: {error}") from error
+        for payload in payloads:
             if self._is_done:
                 raise BrokenContractError("an event after [DONE]")
             if payload == "[DONE]":
@@ -78,7 +83,8 @@ class StreamCheck:
             event: Json = json.loads(payload)
             if "error" in event:
                 raise BrokenStreamError(f"{event['error']['type']}: {event['error']['message']}")
-            self._usage = event.get("usage") or self._usage
+            if usage := event.get("usage"):
+                self._counted = usage["completion_tokens"]
             for choice in event["choices"]:
                 num_new = len(choice["token_ids"])
                 self._read(choice, num_new)
@@ -120,6 +126,5 @@ class StreamCheck:
             raise BrokenContractError(
                 f"{self.num_tokens} tokens and {self._finish!r} where {self.ask.max_tokens} and 'length' were asked for"
             )
-        counted = (self._usage or {}).get("completion_tokens")
-        if counted != self.num_tokens:
-            raise BrokenContractError(f"usage counts {counted} of {self.num_tokens} tokens")
+        if self._counted != self.num_tokens:
+            raise BrokenContractError(f"usage counts {self._counted} of {self.num_tokens} tokens")

@@ -2,9 +2,12 @@
 
 import base64
 import io
+from contextlib import suppress
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.routing.codec import base642numpy, numpy2base64
 from common.routing.record import RoutingLayout, routing_dtype
@@ -38,6 +41,35 @@ def test_views_are_written_in_c_order() -> None:
 def test_nothing_is_pickled() -> None:
     with pytest.raises(ValueError, match=r"(?i)object"):
         numpy2base64(np.array([object()]))
+
+
+def npy(header: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no array",
+        b"PK\x05\x06" + bytes(18),  # an empty zip archive
+        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 2)}\n") + bytes(3),
+        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000000,)}\n"),
+        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000000000000000,)}\n"),
+        npy(b"{'descr': 7, 'fortran_order': False, 'shape': (2,)}\n"),
+        npy(b"((\n"),
+    ],
+)
+def test_what_is_no_array_file(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^no \.npy file: "):
+        base642numpy(base64.b64encode(content).decode())
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_any_bytes_are_an_array_or_a_value_error(content: bytes, looks_right: bool) -> None:
+    with suppress(ValueError):
+        array = base642numpy(base64.b64encode(npy(content) if looks_right else content).decode())
+        assert isinstance(array, np.ndarray)
 
 
 def test_bytes_of_the_wrong_size_are_refused() -> None:

@@ -1,14 +1,21 @@
 """Prompts, traces, times and the summary of the load test, and one short run of all of it."""
 
 import argparse
+import base64
+import io
+import itertools
 import json
 import random
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from common.errors import ConfigError
@@ -155,6 +162,64 @@ def test_nothing_but_the_locustfile_needs_gevent() -> None:
     imports = "; ".join(f"import deploy.load.{name}" for name in modules)
     code = f"{imports}; import sys; sys.exit('gevent' in sys.modules or 'locust' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def npy(array: npt.NDArray[np.uint8]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+#: Of a prompt of three tokens and one token.
+ROWS = base64.b64encode(npy(np.zeros((3, 1, 1), np.uint8)))
+
+
+class HalfBroken(BaseHTTPRequestHandler):
+    """Serves one model; every other answer to a request is one of `BROKEN`."""
+
+    BROKEN = (b'"routed_experts": ""', b'"routed_experts": "\xff"', b'"routed_experts": null, "usage": [1]')
+    asked = itertools.count()
+
+    def do_GET(self) -> None:
+        self._answer(b'{"data": [{"max_model_len": 64, "root": null}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        turn, number = divmod(next(self.asked), 2)
+        rows = self.BROKEN[turn % len(self.BROKEN)] if number else b'"routed_experts": "%s"' % ROWS
+        choice = b'{"token_ids": [9], "finish_reason": "length", %s}' % rows
+        usage = b'{"choices": [], "usage": {"completion_tokens": 1}}'
+        self._answer(b'data: {"choices": [%s]}\n\ndata: %s\n\ndata: [DONE]\n\n' % (choice, usage))
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.skipif(find_spec("locust") is None, reason="needs the extra `load`")
+def test_every_answer_that_is_broken_is_a_failure(tmp_path: Path) -> None:
+    line = {"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [0]}
+    trace = write_trace(tmp_path / "trace", *[line] * 12)
+    with ThreadingHTTPServer(("127.0.0.1", 0), HalfBroken) as server:
+        threading.Thread(target=server.serve_forever).start()
+        host = f"http://127.0.0.1:{server.server_port}"
+        process = subprocess.run(
+            [*LOCUST, "-u", "1", "--trace", str(trace), "--only-summary", "--host", host],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        server.shutdown()
+    assert process.returncode == 1
+    assert "\nload: 12 requests, 6 failures\n" in process.stdout
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.skipif(find_spec("locust") is None, reason="needs the extra `load`")
