@@ -12,7 +12,8 @@ MoerelayError
 ├── ServiceError                    the service cannot serve it now
 │   ├── OverloadedError             429  a queue is full, or too long
 │   ├── UnavailableError            503  no healthy worker, or draining
-│   │   └── NotTakenError           503  a worker drains, and has done nothing for the request
+│   │   ├── NotTakenError           503  a worker drains, and has done nothing for the request
+│   │   └── PausedError             503  somebody has paused the cluster
 │   ├── WorkerLostError             502  a worker went away during the request
 │   ├── HandoffError                502  the handoff broke
 │   │   ├── HandoffRefusedError     502  the two sides do not fit, in words
@@ -99,6 +100,10 @@ class NotTakenError(UnavailableError):
     """A worker takes no new requests, because it drains; it has done nothing for this one, so that another may."""
 
 
+class PausedError(UnavailableError):
+    """Somebody has paused the cluster, as for new weights; it takes requests again when it is resumed."""
+
+
 class WorkerLostError(ServiceError):
     """A worker went away while it served the request.
 
@@ -161,6 +166,7 @@ HTTP_TABLE: dict[type[MoerelayError], tuple[int, str]] = {
     OverloadedError: (429, "RateLimitError"),
     UnavailableError: (503, "ServiceUnavailableError"),
     NotTakenError: (503, "ServiceUnavailableError"),
+    PausedError: (503, "PausedError"),
     WorkerLostError: (502, "WorkerLostError"),
     HandoffError: (502, "HandoffError"),
     HandoffRefusedError: (502, "HandoffRefusedError"),

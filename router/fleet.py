@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from common.config import RouterSettings
-from common.errors import UnavailableError
+from common.errors import PausedError, UnavailableError
 from common.pb import types_pb2, worker_pb2
 from common.security.exposure import exposed_worker
 from common.security.key_file import KeyFile
@@ -174,6 +174,13 @@ class Fleet:
         """Whether decode workers compute prompts now only because no prefill worker is healthy."""
         return self._lacks_prefill() and any(not _prefills_itself(worker) for worker in self._usable_decode())
 
+    def num_usable(self) -> dict[Side, int]:
+        """Workers that answer and fit, paused or not, of each side that is configured; decode workers in any case."""
+        count: dict[Side, int] = {"decode": 0, **{listing.side: 0 for listing in self.listings}}
+        for worker in self.workers:
+            count[worker.side] += worker.usable
+        return count
+
     def known_model(self) -> types_pb2.ModelDescription | None:
         """The model that is served, or would be; None before any worker that could be used has answered."""
         reference = self._reference()
@@ -190,7 +197,8 @@ class Fleet:
         only where `allows_fallback`.
 
         Raises:
-            UnavailableError: no other pair of healthy workers that fit, or all are paused; the message says which.
+            UnavailableError: no other pair of healthy workers that fit; the message says why.
+            PausedError: there are some, and all are paused.
         """
         decode, prefill = self._candidates()
         chosen = self._placer.choose(_others(decode, tried), subject)
@@ -209,7 +217,7 @@ class Fleet:
         self.require_pair()
         decode, prefill = self._awake()
         if not decode:
-            raise UnavailableError("the cluster is paused and takes no requests until it is resumed")
+            raise PausedError("the cluster is paused and takes no requests until it is resumed")
         return decode, prefill
 
     def _awake(self) -> tuple[list[Worker], list[Worker]]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, disable_created_metrics
 
-from common.errors import InternalError, MoerelayError
+from common.errors import HTTP_TABLE, InternalError, MoerelayError
 from common.histogram import ITL_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS
 from common.pb import prefill_pb2
 from common.sampling import FinishReason
@@ -74,6 +74,8 @@ class RouterMetrics:
         for reason in FinishReason:
             self._successes.labels(reason.value)
         self._errors = counter("router_errors", "Failed requests by error type.", "type")
+        for _, kind in HTTP_TABLE.values():
+            self._errors.labels(kind)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests.")
         self._generation_tokens = counter("generation_tokens", "Tokens sent to clients.")
         self._rows = counter("routing_rows_sent", "Routing rows sent to clients.")
@@ -90,6 +92,7 @@ class RouterMetrics:
         labels = ["worker", "role"]
         self._up = Gauge("moerelay_worker_up", "1 if the worker is healthy.", labels, registry=registry)
         self._refused = Gauge("moerelay_worker_refused", "1 if the worker does not fit.", labels, registry=registry)
+        self._usable = Gauge("moerelay_workers_usable", "Workers that take requests.", ["role"], registry=registry)
         labels = ["role", "source"]
         self._listed = Gauge("moerelay_discovery_workers", "Addresses that a source lists.", labels, registry=registry)
         self._failing = Gauge("moerelay_discovery_failing", "1 if its last lookup failed.", labels, registry=registry)
@@ -101,6 +104,8 @@ class RouterMetrics:
         for worker in self._fleet.workers:
             self._up.labels(worker.id, worker.side).set(worker.state is State.HEALTHY)
             self._refused.labels(worker.id, worker.side).set(worker.refused is not None)
+        for side, count in self._fleet.num_usable().items():
+            self._usable.labels(side).set(count)
         for listing in self._fleet.listings:
             if not listing.is_static:
                 self._listed.labels(listing.side, listing.source).set(len(listing.addresses))

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from common.errors import NotTakenError, UnavailableError
+from common.errors import NotTakenError, PausedError
 
 
 class Lifecycle:
@@ -34,12 +34,12 @@ class Lifecycle:
 
         Raises:
             NotTakenError: the worker drains, and says so for long enough.
-            UnavailableError: it is paused.
+            PausedError: it is paused.
         """
         if self.refusing:
             raise NotTakenError("the worker is draining and takes no new requests")
         if self.paused and not admitted:
-            raise UnavailableError("the worker is paused and takes no new requests")
+            raise PausedError("the worker is paused and takes no new requests")
         self._live += 1
         self._idle.clear()
         try:

@@ -43,6 +43,7 @@ def worker_quantile(share: float, histogram: str, *labels: str) -> str:
     return f"histogram_quantile({share}, sum by ({', '.join(('le', 'role', *labels))}) ({rates}))"
 
 
+#: Not PausedError: who pauses a cluster wants its requests to be refused.
 _SERVER_ERRORS = "InternalServerError|WorkerLostError|Handoff.*Error|ServiceUnavailableError"
 _MET, _MISSED = (per_worker(f"rate(moerelay_slo_{how}_total[10m])", "objective") for how in ("met", "missed"))
 
@@ -50,17 +51,18 @@ ALERTS = (
     Alert(
         "MoerelayRouterDown",
         "critical",
-        'up{job="moerelay-router"} == 0',
+        'up{job="moerelay-router"} == 0 or absent(up{job="moerelay-router"})',
         "1m",
-        "Router {{ $labels.instance }} does not answer",
-        "Prometheus has not been able to read its /metrics for a minute.",
+        "{{ with $labels.instance }}Router {{ . }} does not answer{{ else }}Prometheus knows no router{{ end }}",
+        "Prometheus has not been able to read its /metrics for a minute, or finds no address of a router.",
     ),
     Alert(
         "MoerelayNoWorkers",
         "critical",
-        f"sum by (role) ({per_worker('moerelay_worker_up')}) == 0",
+        # Not of the workers' own series: those of the last dead worker vanish with it.
+        "min by (role) (moerelay_workers_usable) == 0",
         "30s",
-        "No {{ $labels.role }} worker is healthy",
+        "No {{ $labels.role }} worker can be used",
         "Requests are refused with 503, or all computed by decode workers where --allow-aggregated-fallback is given.",
     ),
     Alert(
@@ -69,7 +71,7 @@ ALERTS = (
         f"{per_worker('moerelay_worker_up')} == 0",
         "2m",
         "The {{ $labels.role }} worker {{ $labels.worker }} is not healthy",
-        "It does not answer heartbeats, drains, or does not fit. The others take its requests.",
+        "It does not answer heartbeats, hangs in a step, or drains. The others take its requests.",
     ),
     Alert(
         "MoerelayWorkerRefused",

@@ -144,7 +144,7 @@ SECTIONS = (
     Section(
         "Workers",
         (
-            Panel("Healthy", "short", (Query(f"sum by (role) ({per_worker('moerelay_worker_up')})", "{{role}}"),)),
+            Panel("Usable", "short", (Query("min by (role) (moerelay_workers_usable)", "{{role}}"),)),
             Panel(
                 "Sequences",
                 "short",

@@ -149,7 +149,7 @@ async def version_of(client: Client) -> str:
 async def refused(client: Client) -> str | None:
     """A request to the paused cluster; returns Retry-After."""
     async with client.session.post(f"{client.url}/inference/v1/generate", json=request_body([5, 6, 7])) as response:
-        assert (response.status, (await response.json())["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert (response.status, (await response.json())["error"]["type"]) == (503, "PausedError")
         return response.headers.get("Retry-After")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from common.errors import MoerelayError, UnavailableError
+from common.errors import MoerelayError, PausedError
 from common.pb import types_pb2, worker_pb2, worker_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -52,7 +52,7 @@ class FakeControl(worker_pb2_grpc.WorkerServicer):
 
     def refuse_when_paused(self) -> None:
         if self.pause_state != worker_pb2.PAUSE_STATE_RUNNING:
-            raise UnavailableError("the worker is paused")
+            raise PausedError("the worker is paused")
 
     def changed(self) -> None:
         """Called after each control call."""

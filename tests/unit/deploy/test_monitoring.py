@@ -46,7 +46,7 @@ def latencies(name: str, bound: str, beyond: str, labels: str = "") -> Situation
 
 SITUATIONS = {
     "MoerelayRouterDown": both('up{job="moerelay-router",instance="r:8000"}', "1x5 0x25", "1x30"),
-    "MoerelayNoWorkers": both(f"moerelay_worker_up{P}", "1x5 0x25", "1x30"),
+    "MoerelayNoWorkers": both('moerelay_workers_usable{role="prefill",instance="r:8000"}', "1x5 0x25", "1x30"),
     "MoerelayWorkerDown": Situation(
         {f"moerelay_worker_up{D}": "1x5 0x25", 'moerelay_worker_up{role="decode",worker="decode-1"}': "1x30"},
         {f"moerelay_worker_up{D}": "1x24 0 1x5"},
@@ -109,6 +109,31 @@ SITUATIONS = {
 }
 
 
+#: Further ones: series that end, workers that are there and of no use, refusals that are meant.
+FURTHER = {
+    "MoerelayRouterDown": both('up{job="moerelay-router",instance="r:8000"}', "1x5 stale", "1x30"),
+    "MoerelayNoWorkers, forgotten by discovery": Situation(
+        {f"moerelay_worker_up{P}": "1x5 0x2 stale", 'moerelay_workers_usable{role="prefill"}': "1x5 0x25"},
+        {f"moerelay_worker_up{P}": "1x5 0x2 stale", 'moerelay_workers_usable{role="prefill"}': "1x30"},
+    ),
+    "MoerelayNoWorkers, never found": both('moerelay_workers_usable{role="decode"}', "0x30", "2x30"),
+    "MoerelayNoWorkers, all refused": Situation(
+        {f"moerelay_worker_up{D}": "1x30", 'moerelay_workers_usable{role="decode"}': "1x5 0x25"},
+        {f"moerelay_worker_up{D}": "1x30", 'moerelay_workers_usable{role="decode"}': "1x30"},
+    ),
+    "MoerelayErrors, of a planned pause": Situation(
+        {
+            'moerelay_router_errors_total{type="ServiceUnavailableError"}': "0+50x30",
+            'moerelay_router_requests_total{endpoint="generate",outcome="error"}': "0+50x30",
+        },
+        {
+            'moerelay_router_errors_total{type="PausedError"}': "0+50x30",
+            'moerelay_router_requests_total{endpoint="generate",outcome="error"}': "0+50x30",
+        },
+    ),
+}
+
+
 def test_every_rule_has_a_situation() -> None:
     assert SITUATIONS.keys() == {alert.name for alert in ALERTS}
 
@@ -132,7 +157,8 @@ def case(name: str, series: dict[str, str], *, fires: bool) -> dict[str, object]
 def test_every_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
     tests = [
         test
-        for name, situation in SITUATIONS.items()
+        for title, situation in (*SITUATIONS.items(), *FURTHER.items())
+        for name in [title.partition(",")[0]]
         for test in (case(name, situation.firing, fires=True), case(name, situation.quiet, fires=False))
     ]
     path = tmp_path / "tests.yml"

@@ -91,7 +91,7 @@ async def test_a_paused_cluster_takes_no_requests_until_it_is_resumed(admin: dic
             assert response.status == 503
             assert response.headers["Retry-After"]
             error = (await response.json())["error"]
-        assert (error["type"], "paused" in error["message"]) == ("ServiceUnavailableError", True)
+        assert (error["type"], "paused" in error["message"]) == ("PausedError", True)
         assert (await cluster.get("/ready"))[0] == 503
         assert (await cluster.get("/health"))[0] == 200
         view = (await cluster.get("/cluster"))[1]

@@ -61,7 +61,10 @@ async def assert_refused(cluster: Cluster, worker_id: str, reason: str) -> None:
     assert reason in answer["error"]["message"]
     assert all(not worker.decode_requests for worker in cluster.decode)
     async with cluster.http.get("/metrics") as response:
-        assert f'moerelay_worker_refused{{role="{worker_id[:-2]}",worker="{worker_id}"}} 1.0' in await response.text()
+        text = await response.text()
+    assert f'moerelay_worker_refused{{role="{worker_id[:-2]}",worker="{worker_id}"}} 1.0' in text
+    assert f'moerelay_worker_up{{role="{worker_id[:-2]}",worker="{worker_id}"}} 1.0' in text
+    assert f'moerelay_workers_usable{{role="{worker_id[:-2]}"}} 0.0' in text
 
 
 @pytest.mark.parametrize("field", UNEQUAL)
@@ -233,7 +236,7 @@ async def test_decode_workers_wait_with_their_prefill_workers() -> None:
         await cluster.prefill[0].Pause(worker_pb2.PauseRequest(mode=worker_pb2.PAUSE_MODE_KEEP), NO_CONTEXT)
         await cluster.until_settled()
         status, answer = await cluster.post(BODY)
-        assert (status, answer["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert (status, answer["error"]["type"]) == (503, "PausedError")
         assert (await cluster.get("/ready"))[0] == 503
         await cluster.prefill[0].Resume(worker_pb2.ResumeRequest(), NO_CONTEXT)
         await cluster.until_settled()

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from common.engine.loop import Engine
 from common.engine.request import RequestId, Work
-from common.errors import ConflictError, InvalidRequestError, UnavailableError
+from common.errors import ConflictError, InvalidRequestError, PausedError
 from common.kv.pool import BlockPool
 from common.model.decoder import MoeDecoder
 from common.model.loader import LoadedModel
@@ -94,7 +94,7 @@ class Rig:
         with self.lifecycle.serving(admitted=True):
             pass
         if refuses:
-            with pytest.raises(UnavailableError, match="paused"), self.lifecycle.serving():
+            with pytest.raises(PausedError, match="paused"), self.lifecycle.serving():
                 pass
         else:
             with self.lifecycle.serving():

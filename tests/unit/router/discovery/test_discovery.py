@@ -117,6 +117,29 @@ async def test_a_stream_outlives_the_listing_of_its_worker(tmp_path: Path) -> No
         await until(lambda: decode.address not in addresses(fleet))
 
 
+async def test_a_role_without_any_worker_is_counted(tmp_path: Path) -> None:
+    """0 before one was found, and after the last one has died and is forgotten: a series that ends alerts nobody."""
+    listed = Listed(tmp_path)
+    decode = FakeWorker("decode-0", DECODE, listed.script)
+
+    async def usable() -> dict[str, str]:
+        async with cluster.http.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return dict(line.rsplit(" ", 1) for line in lines if line.startswith("moerelay_workers_usable{"))
+
+    nobody = {f'moerelay_workers_usable{{role="{role}"}}': "0.0" for role in ("prefill", "decode")}
+    async with listed.router() as cluster:
+        fleet = cluster.app[FLEET]
+        assert await usable() == nobody
+        async with serving(decode):
+            listed.write("decode", decode)
+            await until(lambda: any(worker.usable for worker in fleet.workers))
+            assert await usable() == nobody | {'moerelay_workers_usable{role="decode"}': "1.0"}
+        listed.write("decode")
+        await until(lambda: not fleet.workers)
+        assert await usable() == nobody
+
+
 async def test_nobody_falls_back_before_prefill_workers_have_been_looked_up() -> None:
     script = Script()
     prefill, decode = FakeWorker("prefill-0", PREFILL, script), FakeWorker("decode-0", DECODE, script)
