@@ -278,6 +278,11 @@ class ApiSettings(LinkSettings):
         "prefix",
         description="Who takes a prompt: whoever has its beginning, its session, or the least to do, and so on.",
     )
+    max_prefixes: int = Field(
+        2**16,
+        gt=0,
+        description="Most prefixes that `prefix` placement remembers per side; 65,536 take some 15 MB.",
+    )
     max_attempts: int = Field(
         2, ge=1, le=16, description="Pairs of workers that a prompt is offered to, while none of them takes it."
     )

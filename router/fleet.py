@@ -54,7 +54,7 @@ class Fleet:
     ) -> None:
         self._settings = settings
         self._keys = keys
-        self._placer = Placer(settings.placement)
+        self._placer = Placer(settings.placement, max_prefixes=settings.max_prefixes)
         self._was_falling_back = False
         sides: list[tuple[Side, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
         #: What was configured, and what it stands for now.

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from common.setting_types import PlacementName
-from router.placement.policies import POLICIES
+from router.placement.policies import policy
 from router.placement.policy import Policy
 from router.placement.subject import Candidate, Subject
 from router.worker import Side, Worker
@@ -13,8 +13,9 @@ from router.worker import Side, Worker
 class Placer:
     """Both sides follow the same policy, each with what it remembers for itself: their caches hold other prefixes."""
 
-    def __init__(self, name: PlacementName) -> None:
-        self._policies: dict[Side, Policy] = {"prefill": POLICIES[name](), "decode": POLICIES[name]()}
+    def __init__(self, name: PlacementName, *, max_prefixes: int) -> None:
+        sides: tuple[Side, ...] = ("prefill", "decode")
+        self._policies: dict[Side, Policy] = {side: policy(name, max_prefixes=max_prefixes) for side in sides}
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Worker:
         """One of the workers, of which there is at least one and which are all of one side.

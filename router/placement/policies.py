@@ -17,3 +17,8 @@ POLICIES: Mapping[PlacementName, Callable[[], Policy]] = {
     "two_choices": TwoChoices,
     "round_robin": RoundRobin,
 }
+
+
+def policy(name: PlacementName, *, max_prefixes: int) -> Policy:
+    """A new one, that remembers nothing yet and at most so many prefixes ever."""
+    return PrefixAffinity(max_prefixes) if name == "prefix" else POLICIES[name]()

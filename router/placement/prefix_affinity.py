@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from router.placement.least_loaded import LeastLoaded
-from router.placement.prefix_memory import PrefixMemory
+from router.placement.prefix_memory import MAX_PREFIXES, PrefixMemory
 from router.placement.rendezvous import highest, within_bound
 from router.placement.subject import Candidate, Subject
 
@@ -18,8 +18,8 @@ ROOT_BLOCKS = 32
 class PrefixAffinity:
     """Where nobody has seen the prompt's beginning, rendezvous hashing decides among those with the least to do."""
 
-    def __init__(self) -> None:
-        self._memory = PrefixMemory()
+    def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
+        self._memory = PrefixMemory(max_prefixes)
         self._least_loaded = LeastLoaded()
 
     def choose(self, candidates: Sequence[Candidate], subject: Subject) -> str:

@@ -34,10 +34,10 @@ class PacedWorker(FakeWorker):
         loop = asyncio.get_running_loop()
         due = loop.time()
         for at in range(num_tokens):
+            await asyncio.sleep(due - loop.time())
             num_rows = (1 if at else num_prompt) * request.routing.enabled
             await context.write(decode_pb2.GenerateEvent(chunk=_chunk(num_rows, at, last=at == num_tokens - 1)))
             due += PACE_S
-            await asyncio.sleep(due - loop.time())
 
 
 def _large(num_rows: int, routing: bool) -> Iterator[decode_pb2.TokenChunk]:
