@@ -8,6 +8,9 @@ from common.pb import types_pb2
 from tests.fakes.fake_workers import FakeWorker, Script, serving
 from tests.unit.router.cluster import Cluster, over
 
+#: However long a busy machine takes: nobody falls silent, and who refuses connections is found out at once.
+UNHURRIED = {"heartbeat_interval_s": 60, "heartbeat_timeout_s": 60, "connect_timeout_s": 60}
+
 PREFILL, DECODE = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE
 
 
@@ -33,7 +36,7 @@ class MortalPrefill(AsyncExitStack):
 
     def __init__(self, script: Script, **settings: Any) -> None:
         super().__init__()
-        self._script, self._settings = script, {"heartbeat_interval_s": 60, "connect_timeout_s": 0.3} | settings
+        self._script, self._settings = script, UNHURRIED | settings
 
     async def __aenter__(self) -> tuple[Cluster, AsyncExitStack]:  # type: ignore[override]
         server = await self.enter_async_context(AsyncExitStack())

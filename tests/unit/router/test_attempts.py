@@ -4,19 +4,23 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from itertools import pairwise
 
 import pytest
 
 from common.errors import InternalError, MoerelayError, NotTakenError, UnavailableError, WorkerLostError
-from common.pb import types_pb2
+from common.pb import decode_pb2, types_pb2
 from router.keys import FLEET
 from router.worker_state import State
-from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
+from tests.fakes.fake_feed import FollowingContext
+from tests.fakes.fake_workers import Context, FakeWorker, Script, expected_tokens, serving
 from tests.unit.router.cluster import Cluster, over
 
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
+#: No heartbeat comes by itself, and no worker is taken for silent, however long the test takes.
+SELDOM = {"heartbeat_interval_s": 60, "heartbeat_timeout_s": 60}
 DRAINING = NotTakenError("the worker is draining and takes no new requests")
 
 
@@ -31,7 +35,7 @@ def num_requests(workers: Sequence[FakeWorker]) -> list[int]:
 
 
 async def test_what_a_draining_worker_does_not_take_goes_to_another() -> None:
-    async with over([], decodes(DRAINING, None), placement="round_robin", heartbeat_interval_s=60) as cluster:
+    async with over([], decodes(DRAINING, None), placement="round_robin", **SELDOM) as cluster:
         for _ in range(4):
             status, answer = await cluster.post(BODY)
             assert (status, answer["choices"][0]["token_ids"]) == (200, expected_tokens([5, 6, 7], 4))
@@ -45,7 +49,7 @@ async def test_a_draining_prefill_worker_is_replaced_and_decode_begins_anew() ->
     refusing = FakeWorker("prefill-0", types_pb2.ROLE_PREFILL, Script(prefill_error=DRAINING))
     taking = FakeWorker("prefill-1", types_pb2.ROLE_PREFILL, script)
     decode = FakeWorker("decode-0", types_pb2.ROLE_DECODE, script)
-    async with over([refusing, taking], [decode], placement="round_robin", heartbeat_interval_s=60) as cluster:
+    async with over([refusing, taking], [decode], placement="round_robin", **SELDOM) as cluster:
         request = asyncio.ensure_future(cluster.post(BODY))
         await taking.wait_until(lambda: bool(taking.prefill_requests))
         script.release.set()
@@ -58,15 +62,93 @@ async def test_a_draining_prefill_worker_is_replaced_and_decode_begins_anew() ->
 
 async def test_attempts_are_bounded() -> None:
     workers = decodes(DRAINING, DRAINING, DRAINING, None)
-    async with over([], workers, placement="round_robin", heartbeat_interval_s=60, max_attempts=3) as cluster:
+    async with over([], workers, placement="round_robin", **SELDOM, max_attempts=3) as cluster:
         status, answer = await cluster.post(BODY)
         assert (status, answer["error"]["message"]) == (503, DRAINING.message)
         assert num_requests(workers) == [1, 1, 1, 0]
 
 
+class Noting(FakeWorker):
+    """Knows when its requests came, on the event loop's clock."""
+
+    def __init__(self, worker_id: str, script: Script) -> None:
+        super().__init__(worker_id, types_pb2.ROLE_BOTH, script)
+        self.came_at: list[float] = []
+
+    async def answer(self, request: decode_pb2.GenerateRequest, context: Context | FollowingContext) -> None:
+        self.came_at.append(asyncio.get_running_loop().time())
+        await super().answer(request, context)
+
+
+async def test_between_attempts_there_are_pauses_that_double() -> None:
+    """Drawn by chance, from half of 50 ms on for the first one."""
+    script = Script(break_after=0, decode_error=DRAINING)
+    workers = [Noting(f"decode-{i}", script) for i in range(5)]
+    async with over([], [*workers], **SELDOM, max_attempts=5) as cluster:
+        assert (await cluster.post(BODY))[0] == 503
+    came_at = sorted(at for worker in workers for at in worker.came_at)
+    pauses = [later - earlier for earlier, later in pairwise(came_at)]
+    assert len(pauses) == 4
+    assert all(pause >= least for pause, least in zip(pauses, (0.025, 0.05, 0.1, 0.2), strict=True)), pauses
+
+
+NUM_CLIENTS, NUM_WAVES = 10, 10
+
+
+async def test_an_outage_of_workers_that_answer_makes_no_storm() -> None:
+    """sglang#34570: by their heartbeats they are fine, and they take nothing. At most two attempts for each request."""
+    workers = decodes(DRAINING, DRAINING, DRAINING)
+    async with over([], workers, heartbeat_interval_s=0.01) as cluster:
+        for _ in range(NUM_WAVES):
+            answers = await asyncio.gather(*(cluster.post(BODY) for _ in range(NUM_CLIENTS)))
+            assert {status for status, _ in answers} == {503}
+    ids = [request.request_id for worker in workers for request in worker.decode_requests]
+    assert 0 < len(ids) <= 2 * NUM_CLIENTS * NUM_WAVES
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("hangs_up", [True, False], ids=["hang up", "say nothing"])
+async def test_an_outage_of_addresses_that_only_connect_makes_no_storm(hangs_up: bool) -> None:
+    """Whatever the router makes of them, each request costs at most two connections. miles#1334, sglang#34570."""
+    async with AsyncExitStack() as servers:
+        dead = [await servers.enter_async_context(serving(worker)) for worker in decodes(None, None)]
+        addresses = [worker.address for worker in dead]
+        async with over([], [], decode=addresses, connect_timeout_s=0.1, **SELDOM) as cluster:
+            await servers.aclose()
+            async with counting(addresses, hangs_up=hangs_up) as connections:
+                for _ in range(NUM_WAVES):
+                    for worker in cluster.app[FLEET].workers:
+                        worker._state.heard(time.monotonic(), draining=False)
+                    answers = await asyncio.gather(*(cluster.post(BODY) for _ in range(NUM_CLIENTS)))
+                    assert {status for status, _ in answers} <= {502, 503}
+            assert 0 < len(connections) <= 2 * NUM_CLIENTS * NUM_WAVES
+    assert sum(num_requests(dead)) == 0
+
+
+@asynccontextmanager
+async def counting(addresses: Sequence[str], *, hangs_up: bool) -> AsyncIterator[list[asyncio.StreamWriter]]:
+    """Accepts connections at these addresses, all that there were, and serves none."""
+    connections: list[asyncio.StreamWriter] = []
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        if hangs_up:
+            writer.close()
+
+    async with AsyncExitStack() as stack:
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            await stack.enter_async_context(await asyncio.start_server(accept, host, int(port)))
+        try:
+            yield connections
+        finally:
+            for writer in connections:
+                writer.close()
+
+
 async def test_one_attempt_is_no_second() -> None:
     workers = decodes(DRAINING, None)
-    async with over([], workers, placement="round_robin", heartbeat_interval_s=60, max_attempts=1) as cluster:
+    async with over([], workers, placement="round_robin", **SELDOM, max_attempts=1) as cluster:
         assert (await cluster.post(BODY))[0] == 503
         assert num_requests(workers) == [1, 0]
 
@@ -78,7 +160,7 @@ async def test_one_attempt_is_no_second() -> None:
 async def test_what_a_worker_has_taken_never_runs_a_second_time(error: MoerelayError, status: int) -> None:
     """Not even if the worker failed before the first token: nobody knows what it has done."""
     workers = decodes(error, error)
-    async with over([], workers, heartbeat_interval_s=60) as cluster:
+    async with over([], workers, **SELDOM) as cluster:
         for number in range(1, 4):
             assert (await cluster.post(BODY))[0] == status
             assert sum(num_requests(workers)) == number
@@ -92,7 +174,7 @@ async def test_a_connection_that_breaks_after_the_request_was_taken() -> None:
     async with AsyncExitStack() as server, serving(spare):
         await server.enter_async_context(serving(broken))
         addresses = [broken.address, spare.address]
-        async with over([], [], decode=addresses, placement="round_robin", heartbeat_interval_s=60) as cluster:
+        async with over([], [], decode=addresses, placement="round_robin", **SELDOM) as cluster:
             request = asyncio.ensure_future(cluster.post(BODY))
             await broken.wait_until(lambda: bool(broken.live))
             await server.aclose()
