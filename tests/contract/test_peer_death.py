@@ -1,10 +1,11 @@
 """A peer process that is killed, or stands still, is noticed by the other end of its connection."""
 
 import asyncio
+import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
 import psutil
@@ -89,21 +90,60 @@ async def test_a_decode_worker_that_stands_still_is_noticed_by_its_heartbeat() -
             await asyncio.wait_for(link.receive(), 10)
 
 
-async def test_peers_that_come_and_go_leave_no_sockets_behind() -> None:
-    """sglang#31144, #31306, #29570: a prefill worker that restarts twenty times costs a decode worker nothing."""
+#: Imports once and becomes a link again and again: tells the pid of each, a line for a line.
+LINKS = """
+import asyncio, os, sys
+from common.handoff.zmq_channel import ZmqConnector
+
+async def main():
+    async with ZmqConnector() as connector:
+        await connector.connect(sys.argv[1]).send([b"hello"])
+        await asyncio.Event().wait()
+
+for _ in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        asyncio.run(main())
+    print(pid, flush=True)
+"""
+
+
+async def test_peers_that_die_and_come_back_leave_no_sockets_behind() -> None:
+    """sglang#31144, #31306, #29570: a prefill worker that is killed and restarts twenty times costs decode nothing."""
 
     def num_sockets() -> int:
         return sum(1 for each in psutil.Process().net_connections("tcp") if each.laddr.port == port)
 
-    async with ZmqListener("tcp://127.0.0.1:0") as listener:
+    async with ZmqListener("tcp://127.0.0.1:0") as listener, links(listener.endpoint) as start:
         port = int(listener.endpoint.rpartition(":")[2])
         before = num_sockets()
         for _ in range(20):
-            async with ZmqConnector() as connector:
-                await connector.connect(listener.endpoint).send([b"hello"])
-                event = await listener.receive()
-                assert isinstance(event, Received)
-            assert await asyncio.wait_for(listener.receive(), 5) == PeerGone(event.peer)
-        async with asyncio.timeout(5):
+            pid = await start()
+            event = await asyncio.wait_for(listener.receive(), 20)
+            assert isinstance(event, Received)
+            assert num_sockets() > before
+            os.kill(pid, signal.SIGKILL)
+            assert await asyncio.wait_for(listener.receive(), 20) == PeerGone(event.peer)
+        async with asyncio.timeout(20):
             while num_sockets() > before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)  # a poll: the kernel offers nothing to wait on
+
+
+@asynccontextmanager
+async def links(endpoint: str) -> AsyncIterator[Callable[[], Coroutine[None, None, int]]]:
+    """Starts a process that greets the endpoint, and gives its pid."""
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", LINKS, endpoint), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+
+    async def start() -> int:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdin.write(b"next\n")
+        return int(await parent.stdout.readline())
+
+    try:
+        yield start
+    finally:
+        parent.kill()
+        await parent.communicate()

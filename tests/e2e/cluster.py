@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import math
 import re
 import selectors
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,13 @@ class Answer:
     #: Per event: (tokens so far, rows so far).
     spans: list[tuple[int, int]] = field(default_factory=list)
     ended_with_done: bool = False
+    #: When each event of a stream came, on the monotonic clock.
+    came_at: list[float] = field(default_factory=list)
+
+    def longest_gap_s(self, since: float, until: float = math.inf) -> float:
+        """Between two events of a stream, counting only what of it lies in that time."""
+        gaps = (min(later, until) - max(earlier, since) for earlier, later in pairwise(self.came_at))
+        return max(gaps, default=0.0)
 
     @property
     def rows(self) -> npt.NDArray[np.integer]:
@@ -146,6 +155,8 @@ class Client:
         async for event in sse_events(response):
             assert not done, "an event after [DONE]"
             last_event = time.monotonic()
+            for answer in answers:
+                answer.came_at.append(last_event)
             if event == "[DONE]":
                 done = True
             elif "error" in (payload := json.loads(event)):

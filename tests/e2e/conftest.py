@@ -10,6 +10,7 @@ import torch
 from common.engine.solo import SoloRunner
 from common.model.synthesize import synthesize
 from tests.e2e.cluster import Client, Cluster, running_cluster
+from tests.e2e.fleet import Fleet, client_of, running_fleet, until_healthy
 from tests.e2e.oracle import solo_runner
 
 #: The fixture of the fault catalogue: 2 layers, 8 experts, top-2, 300 ids, context 128, EOS 2.
@@ -50,3 +51,24 @@ def solo(tiny_model: Path) -> SoloRunner:
 async def client(disaggregated: Cluster) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         yield Client(session, disaggregated.url)
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two prefill and two decode workers, shared by tests that end them; all in one group, so that there is one.
+
+    New requests are taken for so long after SIGTERM that a test gets to sending some.
+    """
+    model, folder = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("fleet")
+    synthesize("qwen3_moe", "tiny", 7, TINY | {"max_position_embeddings": 2048}, model / "m")
+    with running_fleet(model / "m", folder, "--placement", "round_robin", "--pre-stop-s", "4") as running:
+        yield running
+
+
+@pytest.fixture
+async def fleet_client(fleet: Fleet) -> AsyncIterator[Client]:
+    """Once everybody is there whom an earlier test has ended."""
+    fleet.complete()
+    async with client_of(fleet) as client:
+        await until_healthy(client, *fleet.workers)
+        yield client

@@ -10,9 +10,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.cluster import Client, JsonObject, until
 
@@ -22,12 +24,19 @@ START_TIMEOUT_S = 90.0
 #: A router hears of anything in less: heartbeats, and lookups of where workers are, are that frequent here.
 NOTICED_S = 10.0
 HEARTBEAT_TIMEOUT_S = 1.0
+#: Of an engine that hangs in a step, above anything that a step takes on a busy machine.
+STEP_TIMEOUT_S = 4.0
+#: A process that takes longer to say how it is does not say it.
+HEALTH_TIMEOUT_S = 5.0
 
 ROUTER_FLAGS = (
     *("--heartbeat-interval-s", "0.2", "--heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}"),
     *("--discovery-interval-s", "0.2", "--connect-timeout-s", "1"),
 )
-WORKER_FLAGS = ("--dtype", "float32", "--num-kv-blocks", "600", "--threads", "1", "--max-num-batched-tokens", "64")
+WORKER_FLAGS = (
+    *("--dtype", "float32", "--num-kv-blocks", "600", "--threads", "1", "--max-num-batched-tokens", "64"),
+    *("--step-timeout-s", f"{STEP_TIMEOUT_S:g}"),
+)
 
 
 @dataclass(eq=False)
@@ -78,6 +87,7 @@ class Fleet:
     model: Path
     folder: Path
     router: Process
+    router_flags: tuple[str, ...] = ()
     workers: list[Process] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
@@ -119,8 +129,16 @@ class Fleet:
         again.wait_ready()
         return again
 
+    def restart_router(self) -> None:
+        """In the place of one that has ended, at its address."""
+        port = self.router.address.rpartition(":")[2]
+        self.router = _start_router(self.folder, f"router-{next(self._numbers)}", port, self.router_flags)
+        self.router.wait_ready()
+
     def complete(self, prefill: int = 2, decode: int = 2) -> None:
         """Makes up for what an earlier test has ended."""
+        if self.router.popen.poll() is not None:
+            self.restart_router()
         gone = [worker for worker in self.workers if worker.popen.poll() is not None]
         self.drop(*gone)
         started = [self.launch("prefill") for _ in range(prefill - len(self.of("prefill")))]
@@ -141,16 +159,19 @@ def _start(module: str, name: str, folder: Path, *flags: str, role: Role | None 
         return Process(name, subprocess.Popen(command, stderr=stderr), ready, log, role)
 
 
+def _start_router(folder: Path, name: str, port: str, flags: tuple[str, ...]) -> Process:
+    sources = ("--prefill", f"file://{folder / 'prefill'}", "--decode", f"file://{folder / 'decode'}")
+    return _start("router", name, folder, "--port", port, *sources, *ROUTER_FLAGS, *flags)
+
+
 @contextmanager
 def running_fleet(model: Path, folder: Path, *router_flags: str) -> Iterator[Fleet]:
     """A router without workers; nothing outlives the block."""
     for role in ("prefill", "decode"):
         (folder / role).touch()
-    sources = ("--prefill", f"file://{folder / 'prefill'}", "--decode", f"file://{folder / 'decode'}")
-    router = _start("router", "router", folder, "--port", "0", *sources, *ROUTER_FLAGS, *router_flags)
-    fleet = Fleet(model, folder, router)
+    fleet = Fleet(model, folder, _start_router(folder, "router", "0", router_flags), router_flags)
     try:
-        router.wait_ready()
+        fleet.router.wait_ready()
         yield fleet
     finally:
         fleet.end()
@@ -192,3 +213,27 @@ async def until_status(client: Client, path: str, status: int) -> None:
             return response.status == status
 
     await until(reached, NOTICED_S)
+
+
+async def until_not_serving(worker: Process) -> None:
+    """It says so to whoever asks its standard health service, on a connection that it still accepts."""
+    await until(lambda: _answers(worker, health_pb2.HealthCheckResponse.NOT_SERVING), NOTICED_S)
+
+
+async def until_unwell(worker: Process) -> None:
+    """Its health service says so, or does not answer."""
+
+    async def reached() -> bool:
+        try:
+            return not await _answers(worker, health_pb2.HealthCheckResponse.SERVING)
+        except grpc.RpcError:
+            return True
+
+    await until(reached, NOTICED_S)
+
+
+async def _answers(worker: Process, status: int) -> bool:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
+        return bool(reply.status == status)
