@@ -289,7 +289,7 @@ class Engine:
         return self._load
 
     def busy_s(self, now: float) -> float:
-        """How long the running step takes already, 0 between steps; `now` by `time.monotonic`."""
+        """How long the running step, or work in spare time, takes already, else 0; `now` by `time.monotonic`."""
         began_at = self._step_began_at
         return 0.0 if began_at is None else now - began_at
 
@@ -337,15 +337,19 @@ class Engine:
             return
 
     def _step(self) -> bool:
-        self._step_began_at = time.monotonic()
-        try:
-            return self._core.step()
-        finally:
-            self._step_began_at = None
+        return self._timed(self._core.step)
 
     def _use_spare_time(self) -> bool:
         """Whether something was done, or there is no time to spare."""
-        return not self._commands.empty() or self._spare()
+        return not self._commands.empty() or self._timed(self._spare)
+
+    def _timed(self, work: Callable[[], bool]) -> bool:
+        """What `busy_s` tells of while it runs: requests wait for its end."""
+        self._step_began_at = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._step_began_at = None
 
     def _emit(self, events: list[EngineEvent]) -> None:
         if events:

@@ -1,10 +1,11 @@
 """An engine that hangs is told from one that has much to do."""
 
+import threading
 import time
 from dataclasses import dataclass
 
 from common.worker.engine_health import EngineHealth
-from tests.unit.engine.consumer import PROMPT, Consumer
+from tests.unit.engine.consumer import PROMPT, TIMEOUT_S, Consumer
 from tests.unit.engine.rig import greedy, make_request
 
 
@@ -34,6 +35,30 @@ def test_a_step_that_does_not_end_is_a_reason_to_complain_until_it_does(consumer
     consumer.receive_until_ended(transcript)
     assert consumer.engine.check_invariants() == []  # a barrier: the last step has ended
     assert health.complaint() is None
+
+
+def test_work_in_spare_time_that_does_not_end_is_a_reason_too() -> None:
+    """A request that comes meanwhile waits for its end."""
+    consumer, clock, gate, entered = Consumer(), Clock(), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        entered.set()
+        assert gate.wait(TIMEOUT_S)
+        return False
+
+    consumer.engine.use_spare_time(work, lambda: None)
+    consumer.engine.start()
+    health = EngineHealth(consumer.engine, step_timeout_s=8, clock=clock)
+    consumer.engine.wake()
+    assert entered.wait(TIMEOUT_S)
+    transcript = consumer.submit(make_request("a", PROMPT, greedy(3)))
+    assert health.complaint() is None
+    clock.ahead_s = 9
+    complaint = health.complaint()
+    gate.set()
+    assert complaint is not None
+    consumer.receive_until_ended(transcript)
+    consumer.assert_baseline()
 
 
 def test_an_idle_engine_is_healthy_for_ever(consumer: Consumer) -> None:
