@@ -21,6 +21,8 @@ from common.sampling import Finish, SampledToken, SamplingParams, TokenLogprob
 from decode_worker.self_check.told import Told
 
 _PREFIX, _SUFFIX = "self-check-", ".json"
+#: Until it is whole; of a process that was killed meanwhile it stays.
+_UNFINISHED = ".tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +139,17 @@ class Reproducer:
 
 
 def read_reproducer(path: Path) -> Reproducer:
-    """Raises ConfigError if the file is none that was written here."""
+    """All of it can be unpacked. Raises ConfigError if the file is none that was written here."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Reproducer)
+        kept = msgspec.json.decode(path.read_bytes(), type=Reproducer)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no file of a self-check: {error}") from error
+    try:
+        for told in (kept.served, *([kept.solo] if kept.solo else [])):
+            told.unpack(kept.num_top)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{path} is damaged; copy it from the worker's --self-check-dir again: {error}") from error
+    return kept
 
 
 class ReproducerFiles:
@@ -161,15 +169,29 @@ class ReproducerFiles:
             raise ConfigError(f"--self-check-dir {directory} cannot be written to by this user; name another directory")
 
     def write(self, reproducer: Reproducer) -> Path:
-        """For its owner's eyes only, because it holds a prompt; older files make room. Raises OSError."""
+        """For its owner's eyes only, because it holds a prompt; older files make room.
+
+        Raises OSError, and leaves nothing.
+        """
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ")
         path = self._directory / f"{_PREFIX}{stamp}-{secrets.token_hex(4)}{_SUFFIX}"
-        unfinished = path.with_suffix(".tmp")
+        unfinished = path.with_suffix(_UNFINISHED)
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(reproducer))
-        unfinished.rename(path)
-        # Names are in the order of time. Other workers may write to the same directory, and remove the same files.
-        for old in sorted(self._directory.glob(f"{_PREFIX}*{_SUFFIX}"))[: -self._max_files]:
-            old.unlink(missing_ok=True)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(reproducer))
+            unfinished.rename(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        self._make_room()
         return path
+
+    def _make_room(self) -> None:
+        """Names are in the order of time. Other workers may write to the same directory, and remove the same files."""
+        files = sorted(self._directory.glob(f"{_PREFIX}*{_SUFFIX}"))
+        kept = files[-self._max_files :]
+        # What is still being written is newer than what is kept.
+        left = [each for each in self._directory.glob(f"{_PREFIX}*{_UNFINISHED}") if each.name < kept[0].name]
+        for old in (*files[: -self._max_files], *left):
+            old.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,6 +151,45 @@ def test_only_the_newest_files_stay_and_foreign_ones_are_left_alone(tmp_path: Pa
     written = [files.write(reproducer(str(number))) for number in range(4)]
     assert list_of(tmp_path) == [tmp_path / "notes.txt", *written[2:]]
     assert read_reproducer(written[3]).request_id == "3"
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """A full disk would fill further."""
+    files = ReproducerFiles(tmp_path, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.write(reproducer())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list_of(tmp_path) == []
+
+
+def test_what_killed_processes_have_left_makes_room(tmp_path: Path) -> None:
+    (tmp_path / "self-check-20250101T000000000000Z-00000000.tmp").write_bytes(b"{")
+    (tmp_path / "self-check-99990101T000000000000Z-00000000.tmp").write_bytes(b"{")
+    files = ReproducerFiles(tmp_path, 2)
+    written = files.write(reproducer())
+    assert list_of(tmp_path) == [written, tmp_path / "self-check-99990101T000000000000Z-00000000.tmp"]
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ('"shape":[', '"shape":[9'),
+        ('"logprob":"-0x1', '"logprob":"?'),
+        ('"logprob":"-0x1.', '"logprob":"-0x1p99999.'),
+        ('"prompt_logprobs":"', '"prompt_logprobs":"AAAA'),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, was: str, now: str) -> None:
+    path = ReproducerFiles(tmp_path, 2).write(reproducer())
+    text = path.read_text()
+    assert was in text
+    path.write_text(text.replace(was, now, 1))
+    with pytest.raises(ConfigError, match=f"{path.name} is damaged; copy it from the worker's --self-check-dir again"):
+        read_reproducer(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"format": 2}'])
