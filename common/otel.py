@@ -1,18 +1,21 @@
 """Spans of OpenTelemetry, and where they go. Imported only if something is traced."""
 
+import asyncio
 import json
 import os
 import time
 from base64 import b64decode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import Token
 from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
+import structlog
 from google.protobuf.json_format import MessageToDict
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -26,6 +29,12 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from common.errors import ConfigError, MoerelayError
 from common.tracing import CURRENT, NO_SPAN, TRACEPARENT, TRACESTATE, Attribute, Span, Tracing
+
+#: For spans that are left when a process ends: a collector that answers takes milliseconds, and whoever stops the
+#: process has waited for its requests already.
+SHUTDOWN_TIMEOUT_S = 1.5
+
+log = structlog.get_logger()
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -119,9 +128,16 @@ def _dotted(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
     return {name.replace("__", "."): value for name, value in attributes.items()}
 
 
-@contextmanager
-def traced(exporter: SpanExporter, sample_ratio: float, *, service: str, instance: str = "") -> Iterator[OtelTracing]:
-    """Exports in a thread of its own, and what is left at the end."""
+@asynccontextmanager
+async def traced(
+    exporter: SpanExporter,
+    sample_ratio: float,
+    *,
+    service: str,
+    instance: str = "",
+    shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
+) -> AsyncIterator[OtelTracing]:
+    """Exports in a thread of its own; what is left at the end, if that takes no longer than `shutdown_timeout_s`."""
     resource = Resource.create(
         {
             "service.namespace": "moerelay",
@@ -137,7 +153,20 @@ def traced(exporter: SpanExporter, sample_ratio: float, *, service: str, instanc
     try:
         yield OtelTracing(provider.get_tracer("moerelay"))
     finally:
-        provider.shutdown()
+        await _shut_down(provider, exporter, shutdown_timeout_s)
+
+
+async def _shut_down(provider: TracerProvider, exporter: SpanExporter, timeout_s: float) -> None:
+    """The provider itself waits for 30 s, and each export for 10 s."""
+    # A daemon, so that a thread that waits for a collector keeps no process.
+    ending = Thread(target=provider.shutdown, name="end of traces", daemon=True)
+    ending.start()
+    await asyncio.to_thread(ending.join, timeout_s)
+    if ending.is_alive():
+        log.warning("traces_not_sent", reason=f"the collector did not take them within {timeout_s:g} s")
+        # Ends the call that is under way, and refuses others.
+        await asyncio.to_thread(exporter.shutdown)
+        await asyncio.to_thread(ending.join, timeout_s)
 
 
 def exporter_to(endpoint: str) -> SpanExporter:

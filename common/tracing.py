@@ -5,8 +5,8 @@ worker traces the requests that a router traces, which is told by W3C's `tracepa
 last message of a handoff (https://www.w3.org/TR/trace-context/).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Protocol, Self
@@ -122,9 +122,11 @@ class Tracing:
 TRACING_OFF = Tracing()
 
 
-@contextmanager
-def open_tracing(endpoint: str | None, sample_ratio: float, *, service: str, instance: str = "") -> Iterator[Tracing]:
-    """Sends spans to `endpoint` while it is entered; what is left goes out at its end. None: off.
+@asynccontextmanager
+async def open_tracing(
+    endpoint: str | None, sample_ratio: float, *, service: str, instance: str = ""
+) -> AsyncIterator[Tracing]:
+    """Sends spans to `endpoint` while it is entered; what is left goes out at its end, or is lost soon. None: off.
 
     Args:
         endpoint: http://HOST:PORT or https://HOST:PORT of an OTLP collector (gRPC), or file:PATH.
@@ -144,5 +146,5 @@ def open_tracing(endpoint: str | None, sample_ratio: float, *, service: str, ins
         raise ConfigError(
             f"--otlp-traces-endpoint needs the extra tracing ({error.name} is missing): pip install 'moerelay[tracing]'"
         ) from error
-    with traced(exporter_to(endpoint), sample_ratio, service=service, instance=instance) as tracing:
+    async with traced(exporter_to(endpoint), sample_ratio, service=service, instance=instance) as tracing:
         yield tracing

@@ -31,7 +31,7 @@ async def serve(settings: DecodeSettings, path: Path, config: ModelConfig) -> No
     """Serves until told to stop; everything it opened is closed when it returns."""
     keys = load_keys(settings, "decode")
     handoff_endpoint(settings)  # before anything that takes long
-    with tracing_of(settings, "decode") as tracing:
+    async with tracing_of(settings, "decode") as tracing:
         await _serve(
             settings, build_core(settings, path, config, swap_space_bytes=settings.swap_space, tracing=tracing), keys
         )

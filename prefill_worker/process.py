@@ -22,7 +22,7 @@ from prefill_worker.service import PrefillService
 async def serve(settings: PrefillSettings, path: Path, config: ModelConfig) -> None:
     """Serves until told to stop; everything it opened is closed when it returns."""
     keys = load_keys(settings, "prefill")
-    with tracing_of(settings, "prefill") as tracing:
+    async with tracing_of(settings, "prefill") as tracing:
         await _serve(settings, build_core(settings, path, config, tracing=tracing), keys)
 
 

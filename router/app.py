@@ -119,7 +119,7 @@ def _checking_expectations(route: web.RouteDef) -> web.RouteDef:
 async def _tracing(app: web.Application) -> AsyncIterator[None]:
     """Raises ConfigError if traces cannot go where they should."""
     endpoint, ratio = app[SETTINGS].otlp_traces_endpoint, app[SETTINGS].trace_sample_ratio
-    with open_tracing(endpoint, ratio, service="router") as app[TRACING]:
+    async with open_tracing(endpoint, ratio, service="router") as app[TRACING]:
         yield
 
 

@@ -4,7 +4,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from common.config import WorkerSettings, is_loopback
 from common.handoff.messages import HandoffIdentity
@@ -36,7 +36,7 @@ def default_worker_id(role: str, address: str) -> str:
     return f"{role}-{socket.gethostname()}:{port}" if host in _ALL_ADDRESSES else f"{role}-{address}"
 
 
-def tracing_of(settings: WorkerSettings, service: str) -> AbstractContextManager[Tracing]:
+def tracing_of(settings: WorkerSettings, service: str) -> AbstractAsyncContextManager[Tracing]:
     """Where a worker's traces go, while it is entered. Raises ConfigError if they cannot."""
     endpoint, ratio = settings.otlp_traces_endpoint, settings.trace_sample_ratio
     return open_tracing(endpoint, ratio, service=service, instance=settings.worker_id)

@@ -186,8 +186,8 @@ def _core(plan: WorkerPlan) -> tuple[WorkerCore, Runner]:
     return WorkerCore(weights, WorkerCores("0", 1), True, store, engine, bridge, kit.grammars(), make_solo), runner
 
 
-def _spans(plan: WorkerPlan, stack: AsyncExitStack, service: str) -> RequestSpans:
-    return RequestSpans(stack.enter_context(open_tracing(plan.traces, 1.0, service=service)))
+async def _spans(plan: WorkerPlan, stack: AsyncExitStack, service: str) -> RequestSpans:
+    return RequestSpans(await stack.enter_async_context(open_tracing(plan.traces, 1.0, service=service)))
 
 
 @asynccontextmanager
@@ -195,7 +195,7 @@ async def _decode_worker(plan: WorkerPlan, listener: Listener | None) -> AsyncIt
     (core, runner), lifecycle, instance_id = _core(plan), Lifecycle(), new_instance_id()
     settings = plan.settings(DecodeSettings)
     async with AsyncExitStack() as stack:
-        core = replace(core, spans=_spans(plan, stack, "decode"))
+        core = replace(core, spans=await _spans(plan, stack, "decode"))
         intake = Intake(core.engine, core.spans)
         self_check = None if plan.self_check is None else plan.self_check(core)
         if self_check is not None:
@@ -244,7 +244,7 @@ async def _prefill_worker(plan: WorkerPlan, connector: ValvedConnector) -> Async
     (core, runner), lifecycle, instance_id = _core(plan), Lifecycle(), new_instance_id()
     settings = plan.settings(PrefillSettings)
     async with AsyncExitStack() as stack:
-        core = replace(core, spans=_spans(plan, stack, "prefill"))
+        core = replace(core, spans=await _spans(plan, stack, "prefill"))
         await stack.enter_async_context(running_engine(core))
         stack.push_async_callback(connector.close)
         sender = await stack.enter_async_context(
