@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterator
 
-from common.errors import MoerelayError
 from common.pb import decode_pb2
 from decode_worker.answer import Answer
 from decode_worker.outbox import Outbox
@@ -40,7 +39,7 @@ class Follower:
         self._num_sent = num_sent
         #: Of these, chunks by the feed: taken by it, written by it, and granted by the router.
         self._num_shared = self._num_written = self._num_granted = 0
-        self._error: MoerelayError | None = None
+        self._error: Exception | None = None
         #: There may be something to do for `next_large`.
         self._attention = asyncio.Event()
         outbox.on_ready = self._ready
@@ -58,8 +57,8 @@ class Follower:
             self._num_granted = granted
             self._wake_feed()
 
-    def fail(self, error: MoerelayError) -> None:
-        """The feed is gone, with what was under way in it."""
+    def fail(self, error: Exception) -> None:
+        """The request cannot be told on: the feed is gone with what was under way in it, or what it holds is wrong."""
         self._error = self._error or error
         self._attention.set()
 
@@ -67,7 +66,11 @@ class Follower:
         """The next chunk for the feed, if there is one and the router has room for it."""
         if self._num_shared - self._num_granted >= self._window or self._error or self._outbox.failed:
             return None
-        chunk = self._peek()
+        try:
+            chunk = self._peek()
+        except Exception as error:  # noqa: BLE001  # raised again in the request's own call
+            self.fail(error)
+            return None
         if chunk is None:
             return None
         if chunk.ByteSize() > MAX_SHARED_BYTES:
@@ -88,6 +91,7 @@ class Follower:
 
         Raises:
             MoerelayError: the request failed, or the feed has ended.
+            Exception: whatever cutting the answer raised.
         """
         self._wake_feed()
         while True:

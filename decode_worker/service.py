@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count, repeat
 
 import grpc
 import structlog
@@ -190,8 +191,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 while (chunk := await follower.next_large()) is not None:
                     await context.write(decode_pb2.GenerateEvent(chunk=chunk))
             return
+        numbers = count(call.num_told) if request.feed_id else repeat(0)
         while answer.num_open:
             for chunk in answer.cut(await outbox.take()):
+                chunk.seq = next(numbers)
                 await context.write(decode_pb2.GenerateEvent(chunk=chunk))
 
     def _count_whole(self, request: EngineRequest, num_cached: int) -> None:

@@ -21,9 +21,6 @@ GenerateCall = grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.G
 #: The call may end a moment before the last chunks come in the feed, where they are under way already.
 UNDER_WAY_S = 5.0
 
-#: When the feed breaks, the call usually knows why, and its error is under way already.
-CAUSE_WAIT_S = 0.5
-
 DecodeEvent = Chunk | prefill_pb2.Lease | decode_pb2.LocalPrefill
 
 
@@ -92,6 +89,10 @@ class DecodeStream:
         self._fed.append((message.seq, chunk_from_pb(message)))
         self._wake()
 
+    def fail(self, error: MoerelayError) -> None:
+        self._error = self._error or error
+        self._wake()
+
     def lose(self, error: WorkerLostError) -> None:
         self._feed_error = error
         self._wake()
@@ -121,9 +122,10 @@ class DecodeStream:
         if self._error is not None:
             raise self._error
         assert self._reading is not None, "without a feed nobody waits here"
-        if self._feed_error is not None:
-            await asyncio.wait([self._reading], timeout=CAUSE_WAIT_S)
-            raise self._error or self._feed_error
+        # A feed that is lost is the worker's to judge: it ends the call with the cause, or sends everything there if it
+        # never knew the feed.
+        if self._feed_error is not None and self._reading.done():
+            raise self._feed_error
         self._waiting = asyncio.get_running_loop().create_future()
         if not self._reading.done():
             await self._waiting
@@ -148,7 +150,7 @@ class DecodeStream:
                 if not self._over:
                     await self._own_taken.wait()
         except MoerelayError as error:
-            self._error = error
+            self._error = self._error or error
         finally:
             self._wake()
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import structlog
 
-from common.errors import MoerelayError, WorkerLostError
+from common.errors import InternalError, MoerelayError, WorkerLostError
 from common.pb import decode_pb2, decode_pb2_grpc
 from router.calls import task_group, worker_errors
 
@@ -34,6 +34,10 @@ class Reader(Protocol):
 
     def take(self, message: decode_pb2.TokenChunk) -> None:
         """The next chunk that came in the feed; keeps nothing of the message, which is part of a whole batch's."""
+        ...
+
+    def fail(self, error: MoerelayError) -> None:
+        """`take` raised; the feed goes on without this request."""
         ...
 
     def lose(self, error: WorkerLostError) -> None:
@@ -75,6 +79,7 @@ class Feed:
         self._grants: dict[int, int] = {}
         self._granting = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
+        self._closed = False
 
     @property
     def is_open(self) -> bool:
@@ -101,13 +106,14 @@ class Feed:
             self._granting.set()
 
     def open(self) -> None:
-        """Opens it if it is not open; called whenever the worker has answered a heartbeat."""
-        if self._running is None or self._running.done():
+        """Opens it if it is not open; called whenever the worker has answered a heartbeat. Not after `close`."""
+        if not self._closed and (self._running is None or self._running.done()):
             # Not in the context of whoever asked for this heartbeat: its request's id is in there.
             self._running = asyncio.get_running_loop().create_task(self._run(), context=Context())
 
     async def close(self) -> None:
         """For good; whoever still reads has lost it."""
+        self._closed = True
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
@@ -132,10 +138,19 @@ class Feed:
                 for message in batch.chunks:
                     # A request that was cancelled a moment ago reads no more.
                     if reader := self._readers.get(message.tag):
-                        reader.take(message)
+                        self._pass_on(message, reader)
         finally:
             call.cancel()
             self._lose_all()
+
+    def _pass_on(self, message: decode_pb2.TokenChunk, reader: Reader) -> None:
+        """A request whose chunk cannot be read ends alone, not with all others of the feed."""
+        try:
+            reader.take(message)
+        except Exception as error:
+            log.exception("chunk_not_read", worker=self._worker_id(), tag=message.tag)
+            del self._readers[message.tag]
+            reader.fail(InternalError(f"a chunk from worker {self._worker_id()} cannot be read: {error!r}"))
 
     def _lose_all(self) -> None:
         self._id = 0

@@ -19,6 +19,8 @@ class LivePrompt:
     pair: Pair
     #: Position of the prompt in the request.
     index: int
+    #: Decode has told something of it.
+    begun: bool = False
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from common.tracing import current_span
 from router.attempts import Attempts
 from router.calls import all_tried, task_group
 from router.chunk import aborted
+from router.dependence import Dependence
 from router.fleet import Fleet, Pair
 from router.live import LivePrompt, LiveRequest
 from router.placement.subject import Subject
@@ -68,52 +69,53 @@ class Pipeline:
         subject = self._fleet.subject(plan.token_ids, salt=plan.cache_salt, session=live.session)
         taken = False
         while not taken:
-            began = time.monotonic()
-            with current_span().child("router.place"):
-                async with live.failure.guarding():
-                    pair = await self._connected_pair(subject, attempts)
-            observer.placed(time.monotonic() - began)
-            if live.aborted:
-                for choice in range(plan.sampling.n):
-                    await sink(plan, aborted(choice))
-                return
-            if pair.fallback:
-                observer.fell_back()
-                log.debug("fell_back", request_id=plan.request_id, worker=pair.decode.id)
-            taken = await self._offer(attempts.renamed(plan), pair, live, sink, observer, attempts)
+            with Dependence() as dependence:
+                began = time.monotonic()
+                with current_span().child("router.place"):
+                    async with live.failure.guarding():
+                        pair = await self._connected_pair(subject, attempts, dependence)
+                observer.placed(time.monotonic() - began)
+                if live.aborted:
+                    for choice in range(plan.sampling.n):
+                        await sink(plan, aborted(choice))
+                    return
+                if pair.fallback:
+                    observer.fell_back()
+                    log.debug("fell_back", request_id=plan.request_id, worker=pair.decode.id)
+                named = attempts.renamed(plan)
+                prompt = LivePrompt(named.request_id, pair, plan.index)
+                run = PromptRun(named, live, prompt, dependence, sink, observer, timeout_s=self._timeout_s)
+                taken = await self._offer(run, prompt, live, attempts)
 
-    async def _offer(
-        self, plan: Plan, pair: Pair, live: LiveRequest, sink: Sink, observer: Observer, attempts: Attempts
-    ) -> bool:
+    async def _offer(self, run: PromptRun, prompt: LivePrompt, live: LiveRequest, attempts: Attempts) -> bool:
         """Runs the prompt there; False if one of the two would not take it and another pair may."""
-        prompt = LivePrompt(plan.request_id, pair, plan.index)
-        run = PromptRun(plan, live, prompt, sink, observer, timeout_s=self._timeout_s)
         try:
             async with task_group() as group:
                 with live.serving(prompt):
                     for index, choice in live.aborted_choices:
-                        if index == plan.index:
-                            group.create_task(self._abort_choice(prompt, live, choice))
+                        if index == prompt.index:
+                            group.create_task(self._abort_choice_late(prompt, live, choice))
                     await run.run()
         except NotTakenError as error:
             if run.refused_by is None:
                 raise
-            run.refused_by.drains()
             await attempts.failed(run.refused_by, error)
             return False
         return True
 
-    async def _connected_pair(self, subject: Subject, attempts: Attempts) -> Pair:
+    async def _connected_pair(self, subject: Subject, attempts: Attempts, dependence: Dependence) -> Pair:
         """Workers that can be reached. One that cannot is suspect from now on, and nothing was sent to it."""
         while True:
             try:
                 pair = self._fleet.pick(subject, attempts.tried)
             except UnavailableError as nobody:
                 raise attempts.error or nobody from None
+            dependence.on(pair.workers)
             try:
                 for worker in pair.workers:
                     await self._connect(worker)
             except UnavailableError as error:
+                dependence.release(pair.workers)
                 # Where decode workers may do without, trying prefill workers costs the prompt no attempt.
                 free = worker is pair.prefill and self._fleet.allows_fallback
                 await attempts.failed(worker, error, free=free)
@@ -145,9 +147,18 @@ class Pipeline:
         message = worker_pb2.AbortRequest(request_id=prompt.request_id, choice=choice)
         await self._tell_decode(prompt, live, message)
 
+    async def _abort_choice_late(self, prompt: LivePrompt, live: LiveRequest, choice: int) -> None:
+        """Of a choice that was aborted before its prompt was placed: nobody waits for the outcome."""
+        try:
+            await self._abort_choice(prompt, live, choice)
+        except MoerelayError as error:
+            log.warning("choice_not_aborted", request_id=prompt.request_id, choice=choice, error=error.message)
+
     async def _tell_decode(self, prompt: LivePrompt, live: LiveRequest, message: worker_pb2.AbortRequest) -> None:
         """Until it has heard of the request that is to end, or the request has ended anyway."""
-        while not await prompt.pair.decode.abort(message, self._timeout_s):
-            if prompt.request_id not in live.prompts:
+        while True:
+            begun = prompt.begun
+            found = await prompt.pair.decode.abort(message, self._timeout_s)
+            if found or begun or prompt.request_id not in live.prompts:
                 return
             await asyncio.sleep(ABORT_RETRY_S)

@@ -11,11 +11,12 @@ import structlog
 from common.errors import HandoffError, InternalError, MoerelayError, NotTakenError, WorkerLostError
 from common.messages import sampling_to_pb
 from common.pb import decode_pb2, prefill_pb2, types_pb2, worker_pb2
+from common.sampling import FinishReason
 from common.tracing import call_metadata, current_span
 from router.calls import task_group
 from router.chunk import Chunk
 from router.decode_stream import DecodeEvent, DecodeStream
-from router.failure import Failure
+from router.dependence import Dependence
 from router.fleet import Pair
 from router.live import LivePrompt, LiveRequest
 from router.plan import Plan
@@ -55,8 +56,17 @@ class PromptRun:
     """The calls of one prompt. Rows and tokens come from decode only; prefill's call tells whether it worked."""
 
     def __init__(
-        self, plan: Plan, live: LiveRequest, prompt: LivePrompt, sink: Sink, observer: Observer, *, timeout_s: float
+        self,
+        plan: Plan,
+        live: LiveRequest,
+        prompt: LivePrompt,
+        dependence: Dependence,
+        sink: Sink,
+        observer: Observer,
+        *,
+        timeout_s: float,
     ) -> None:
+        """`dependence`: on the prompt's workers, which lasts at least as long as this."""
         self._plan = plan
         self._timeout_s = timeout_s
         self._began = time.monotonic()
@@ -64,16 +74,19 @@ class PromptRun:
         self._open = set(range(plan.sampling.n))
         self._live = live
         self._prompt = prompt
+        self._dependence = dependence
         self._sink = sink
         self._observer = observer
         self._prefill: asyncio.Task[None] | None = None
+        #: Decode has asked for the handoff, or never will.
+        self._prefill_due = asyncio.Event()
         #: Decode has the whole prompt, or needs it no more: nothing that happens to prefill can harm the choice.
         self._handed_over = False
         #: One of the calls has reported a broken handoff and waits for what the other has to say.
         self._broken = False
         #: Something of the answer has been passed on, so that the prompt cannot begin anew.
         self._passed_on = False
-        #: The worker that would not take the prompt, of which nothing has been computed; another pair may run it.
+        #: The worker that did not take the prompt, of which nothing has been passed on; another pair may run it.
         self.refused_by: Worker | None = None
 
     @property
@@ -82,14 +95,20 @@ class PromptRun:
 
     async def run(self) -> None:
         """Relays the decode stream to its end. Raises as soon as a call fails or the request does."""
-        lost = Failure()
+        decode = self._pair.decode
         async with task_group() as group:
-            stream = DecodeStream(self._pair.decode)
+            stream = DecodeStream(decode)
             with stream.opened(self._decode_request(), group):
-                with self._pair.decode.serving(lost):
-                    async with lost.guarding(), self._live.failure.guarding():
+                if self._pair.prefill:
+                    group.create_task(self._watch_prefill(self._pair.prefill))
+                try:
+                    async with self._dependence.lost(decode).guarding(), self._live.failure.guarding():
                         last = await self._relay(stream, group)
-                self._pair.decode.breaker.succeeded()
+                finally:
+                    self._prefill_due.set()
+                self._dependence.release([decode])
+                if not (last and last.finish and last.finish.reason is FinishReason.ABORT):
+                    decode.breaker.succeeded()
                 if last:
                     # Outside the guards: what goes wrong while the client takes the last chunk changes nothing now.
                     await self._sink(self._plan, last)
@@ -139,7 +158,7 @@ class PromptRun:
 
     async def _next_event(self, stream: DecodeStream) -> DecodeEvent:
         try:
-            return await stream.next()
+            event = await stream.next()
         except NotTakenError:
             self._refused(self._pair.decode)
             raise
@@ -150,10 +169,13 @@ class PromptRun:
                 await asyncio.wait([self._prefill], timeout=CAUSE_WAIT_S)
             self._blame(self._pair.decode, error)
             raise
+        self._prompt.begun = True
+        return event
 
     def _start_prefill(self, lease: prefill_pb2.Lease, group: asyncio.TaskGroup) -> None:
         if self._prefill or not self._pair.prefill:
             raise InternalError(f"worker {self._pair.decode.id} sent a lease that nobody asked for")
+        self._prefill_due.set()
         # An abort tells decode, which then ends the choice without a prompt.
         if not self._live.aborted:
             self._prefill = group.create_task(self._run_prefill(self._pair.prefill, lease))
@@ -162,6 +184,8 @@ class PromptRun:
         """Decode computes the prompt itself: prefill never hears of it, neither of its start nor of an abort."""
         if self._prefill or not self._pair.prefill:
             raise InternalError(f"worker {self._pair.decode.id} did without a handoff that nobody offered")
+        self._prefill_due.set()
+        self._dependence.release([self._pair.prefill])
         self._prompt.pair = replace(self._pair, prefill=None)
 
     async def _run_prefill(self, worker: Worker, lease: prefill_pb2.Lease) -> None:
@@ -178,14 +202,27 @@ class PromptRun:
             log.info("prefill_failed_late", request_id=self._plan.request_id, worker=worker.id, error=error.message)
 
     async def _call_prefill(self, worker: Worker, lease: prefill_pb2.Lease) -> prefill_pb2.PrefillReply:
-        lost = Failure()
-        with worker.serving(lost):
-            async with lost.guarding():
+        try:
+            async with self._dependence.lost(worker).guarding():
                 with worker.call():
                     return await worker.prefill.Prefill(self._prefill_request(lease), metadata=call_metadata())
+        finally:
+            self._dependence.release([worker])
+
+    async def _watch_prefill(self, worker: Worker) -> None:
+        """Until decode asks for the handoff prefill has done nothing, so that another pair may run the prompt."""
+        try:
+            async with self._dependence.lost(worker).guarding():
+                await self._prefill_due.wait()
+        except WorkerLostError as error:
+            if self._passed_on:  # the end of what was aborted
+                return
+            self.refused_by = worker
+            raise NotTakenError(error.message) from None
 
     def _refused(self, worker: Worker) -> None:
         """The worker drains, and has done nothing for the prompt."""
+        worker.drains()
         if not self._passed_on:
             self.refused_by = worker
 

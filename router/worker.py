@@ -111,7 +111,7 @@ class Worker:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a choice depends on it, which it may still finish."""
+        """Whether a prompt depends on it, which it may still finish."""
         return bool(self._dependents) and self.state is not State.DEAD
 
     @property
@@ -211,14 +211,13 @@ class Worker:
                 self.suspect()
             raise
 
-    @contextmanager
-    def serving(self, failure: Failure) -> Iterator[None]:
-        """For as long as a choice depends on this worker; `failure` is set if the worker is lost meanwhile."""
+    def depend(self, failure: Failure) -> None:
+        """A prompt depends on this worker; `failure` is set if the worker is lost meanwhile."""
         self._dependents.add(failure)
-        try:
-            yield
-        finally:
-            self._dependents.discard(failure)
+
+    def forgo(self, failure: Failure) -> None:
+        """It does so no more."""
+        self._dependents.discard(failure)
 
     def _reconnect(self) -> None:
         """For new keys. A connection goes on with those that it was made with, so nothing of this is urgent."""

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Coroutine
 from typing import Any
 
 import grpc
 
+from common.errors import MoerelayError, WorkerLostError
 from common.pb import decode_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -25,6 +27,7 @@ class FakeFeed:
         self.num_written: dict[int, int] = defaultdict(int)
         self.consumed: dict[int, int] = defaultdict(int)
         self.changed = asyncio.Condition()
+        self.over = asyncio.Event()
         #: Messages so far, the first one included, and chunks in them.
         self.num_messages = 0
         self.num_chunks = 0
@@ -63,9 +66,9 @@ class FakeFeed:
 
 
 class FollowingContext:
-    """Of a Generate call: chunks go through the feed that the request follows, if they are small."""
+    """Of a Generate call: chunks go through the feed that the request follows, if they are small and it is open."""
 
-    def __init__(self, context: Context, feed: FakeFeed, tag: int) -> None:
+    def __init__(self, context: Context, feed: FakeFeed | None, tag: int) -> None:
         self._context = context
         self._feed = feed
         self._tag = tag
@@ -78,14 +81,35 @@ class FollowingContext:
             await self._context.write(event)
             return
         event.chunk.seq = seq
-        if event.chunk.ByteSize() > SHARED_BYTES:
+        if self._feed is None or event.chunk.ByteSize() > SHARED_BYTES:
             await self._context.write(event)
         else:
             event.chunk.tag = self._tag
             await self._feed.send(event.chunk)
 
-    async def written(self) -> None:
-        await self._feed.written(self._tag)
+    async def run(self, answer: Coroutine[Any, Any, None]) -> None:
+        """To its end, or to that of the feed, which fails it."""
+        if self._feed is None:
+            await answer
+            return
+        over = asyncio.create_task(self._feed.over.wait())
+        answering = asyncio.create_task(self._written(answer, self._feed))
+        try:
+            await asyncio.wait([over, answering], return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                raise WorkerLostError("the feed has ended")
+            await answering
+        finally:
+            over.cancel()
+            answering.cancel()
+
+    async def _written(self, answer: Coroutine[Any, Any, None], feed: FakeFeed) -> None:
+        try:
+            await answer
+        except MoerelayError:
+            await feed.written(self._tag)
+            raise
+        await feed.written(self._tag)
 
 
 class FakeFeeds:
@@ -98,6 +122,7 @@ class FakeFeeds:
         self.num_grants_to_lose = 0
         self._none_open = asyncio.Event()
         self._open: dict[int, FakeFeed] = {}
+        self._forgotten: set[int] = set()
         self._ends: dict[int, asyncio.Event] = {}
 
     async def Follow(self, request: decode_pb2.FollowRequest, context: Context) -> None:
@@ -115,6 +140,7 @@ class FakeFeeds:
         finally:
             running.cancel()
             ending.cancel()
+            feed.over.set()
             del self._open[feed.feed_id]
             if not self._open:
                 self._none_open.set()
@@ -132,11 +158,15 @@ class FakeFeeds:
         for end in self._ends.values():
             end.set()
 
+    def forget_feeds(self) -> None:
+        """Who asks for one of those that are open from now on gets everything in the call."""
+        self._forgotten |= self._open.keys()
+
     async def until_no_feed(self) -> None:
         """Returns when the last feed that was open has ended."""
         await self._none_open.wait()
 
     def following(self, request: decode_pb2.GenerateRequest, context: Context) -> FollowingContext | None:
-        """What a Generate call writes to, if it follows a feed that is open."""
-        feed = self._open.get(request.feed_id)
-        return None if feed is None else FollowingContext(context, feed, request.tag)
+        """What a Generate call writes to, if it follows a feed."""
+        feed = None if request.feed_id in self._forgotten else self._open.get(request.feed_id)
+        return FollowingContext(context, feed, request.tag) if request.feed_id else None

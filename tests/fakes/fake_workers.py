@@ -186,13 +186,8 @@ class FakeWorker(  # type: ignore[misc]  # coroutines that write to their contex
         following = self.following(request, context)
         if following is None:
             await self.answer(request, context)
-            return
-        try:
-            await self.answer(request, following)
-        except MoerelayError:
-            await following.written()
-            raise
-        await following.written()
+        else:
+            await following.run(self.answer(request, following))
 
     async def answer(self, request: decode_pb2.GenerateRequest, context: Context | FollowingContext) -> None:
         """Generate, whichever way its events go."""

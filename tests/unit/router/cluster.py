@@ -22,6 +22,7 @@ from router.response_schemas import (
     GenerateResponse,
     GenerateStreamResponse,
 )
+from router.worker import Worker
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
 
 GENERATE = "/inference/v1/generate"
@@ -149,3 +150,16 @@ async def over(prefills: list[FakeWorker], decodes: list[FakeWorker], **settings
         app, url = await stack.enter_async_context(router_over(configured))
         http = await stack.enter_async_context(aiohttp.ClientSession(url, read_bufsize=2**16))
         yield Cluster(app, url, http, prefills, decodes)
+
+
+async def opened(worker: Worker) -> None:
+    """Waits until requests follow the worker's feed."""
+    async with asyncio.timeout(10):
+        while not worker.feed.is_open:
+            await worker.heartbeat(3)
+
+
+async def all_opened(cluster: Cluster) -> None:
+    for worker in cluster.app[FLEET].workers:
+        if worker.side == "decode":
+            await opened(worker)

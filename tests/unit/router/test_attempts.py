@@ -60,6 +60,51 @@ async def test_a_draining_prefill_worker_is_replaced_and_decode_begins_anew() ->
         assert first != second, "the decode worker may not have let go of the first one yet"
 
 
+async def test_a_prefill_worker_that_is_lost_before_the_lease_is_replaced() -> None:
+    script = Script()
+    script.lease_go.clear()
+    prefills = [FakeWorker(f"prefill-{i}", types_pb2.ROLE_PREFILL, script) for i in range(2)]
+    decode = FakeWorker("decode-0", types_pb2.ROLE_DECODE, script)
+    async with over(prefills, [decode], placement="round_robin", heartbeat_interval_s=60) as cluster:
+        request = asyncio.ensure_future(cluster.post(BODY))
+        await decode.wait_until(lambda: len(decode.decode_requests) == 1)
+        [lost] = [worker for worker in cluster.app[FLEET].workers if worker.side == "prefill" and worker.load]
+        [spare] = [worker for worker in prefills if worker.address != lost.address]
+        lost._fail_dependents("restarted")
+        await decode.wait_until(lambda: len(decode.decode_requests) == 2)
+        script.lease_go.set()
+        status, answer = await request
+        assert (status, answer["choices"][0]["token_ids"]) == (200, expected_tokens([5, 6, 7], 4))
+        assert [len(worker.prefill_requests) for worker in prefills] == [worker is spare for worker in prefills]
+        assert [worker.load for worker in cluster.app[FLEET].workers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_workers_are_needed_from_the_moment_that_they_are_chosen(side: str) -> None:
+    """While one of the two is connected to, discovery must not close the other as if nobody used it."""
+    script = Script()
+    async with over(
+        [FakeWorker("prefill-0", types_pb2.ROLE_PREFILL, script)],
+        [FakeWorker("decode-0", types_pb2.ROLE_DECODE, script)],
+        heartbeat_interval_s=60,
+    ) as cluster:
+        [worker] = [worker for worker in cluster.app[FLEET].workers if worker.side == side]
+        [other] = [worker for worker in cluster.app[FLEET].workers if worker.side != side]
+        connecting, go = asyncio.Event(), asyncio.Event()
+
+        async def connect() -> None:
+            connecting.set()
+            await go.wait()
+
+        other.connect = connect  # type: ignore[method-assign]
+        request = asyncio.ensure_future(cluster.post(BODY))
+        await connecting.wait()
+        assert worker.is_needed
+        go.set()
+        assert (await request)[0] == 200
+        assert not worker.is_needed
+
+
 async def test_attempts_are_bounded() -> None:
     workers = decodes(DRAINING, DRAINING, DRAINING, None)
     async with over([], workers, placement="round_robin", **SELDOM, max_attempts=3) as cluster:

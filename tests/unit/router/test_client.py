@@ -14,7 +14,7 @@ from router.client import MAX_WRITE_BYTES, ClientWriter
 from router.keys import LIVE
 from router.serve import THREAD_FROM_BYTES, encoded
 from tests.fakes.fake_workers import Script, description
-from tests.unit.router.cluster import GENERATE, Cluster, running
+from tests.unit.router.cluster import GENERATE, Cluster, all_opened, running
 
 #: 30,000 rows of 384 bytes: more than the kernel buffers between two sockets.
 LARGE = description(num_layers=48, top_k=8, num_experts=128, max_model_len=40_000)
@@ -45,6 +45,27 @@ async def test_a_client_that_stops_reading_holds_nothing_for_ever(stream: bool) 
             text = await response.text()
         assert 'moerelay_router_requests_total{endpoint="generate",outcome="client_left"} 1.0' in text
         await cluster.canary()
+
+
+async def test_an_abort_of_what_its_worker_has_finished_does_not_wait_for_the_client() -> None:
+    """The worker knows the request no more, because everything is on its way to a client that does not read."""
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5}, "stream": True, "request_id": "mine"}
+    async with running(Script(LARGE), both=True) as cluster:
+        [decode] = cluster.decode
+        await all_opened(cluster)
+        with socket.socket() as client:
+            client.setblocking(False)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", int(cluster.url.rpartition(":")[2])))
+            await loop.sock_sendall(client, post_bytes(cluster, body))
+            await loop.sock_recv(client, 12)
+            await decode.wait_until(lambda: not decode.live)
+            abort = cluster.post({"request_ids": ["mine"]}, "/inference/v1/abort_requests")
+            assert (await asyncio.wait_for(abort, 20))[0] == 200
+            assert cluster.app[LIVE].get("mine"), "its client has not got everything yet"
+            assert len(decode.abort_requests) == 1
+        await asyncio.wait_for(cluster.app[LIVE].wait_empty(), 20)
 
 
 async def test_large_answers_reach_clients_that_read() -> None:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from common.errors import WorkerLostError
+from common.errors import InternalError, MoerelayError, WorkerLostError
 from common.messages import sampling_to_pb
 from common.pb import decode_pb2, types_pb2
 from common.sampling import SamplingParams
@@ -20,10 +20,11 @@ from router.worker import Worker
 from tests.fakes.fake_workers import FakeWorker, Script, description, expected_rows, expected_tokens, serving
 from tests.unit.router.cluster import (
     GENERATE,
-    Cluster,
+    all_opened,
     choice_events,
     joined_rows,
     joined_tokens,
+    opened,
     parse_events,
     running,
     split_events,
@@ -34,19 +35,6 @@ PROMPT = list(range(3, 40))
 LONG = description(max_model_len=4096)
 #: A prompt's rows of this model do not fit into a chunk for the feed.
 BIG = description(num_layers=48, top_k=8, num_experts=128, max_model_len=4096)
-
-
-async def opened(worker: Worker) -> None:
-    """Waits until requests follow the worker's feed."""
-    async with asyncio.timeout(10):
-        while not worker.feed.is_open:
-            await worker.heartbeat(3)
-
-
-async def all_opened(cluster: Cluster) -> None:
-    for worker in cluster.app[FLEET].workers:
-        if worker.side == "decode":
-            await opened(worker)
 
 
 def body(max_tokens: int, **more: object) -> dict[str, object]:
@@ -102,6 +90,60 @@ async def test_a_feed_that_ends_fails_who_follows_and_opens_again() -> None:
         num_feeds = len(decode.feeds)
         await cluster.canary()
         assert decode.feeds[num_feeds - 1].num_chunks > 0
+
+
+async def test_a_worker_that_does_not_know_the_feed_sends_everything_in_the_call() -> None:
+    """The router hears that its feed has ended only after it has asked for it."""
+    async with running(Script(LONG, hold_after=1)) as cluster:
+        await all_opened(cluster)
+        [decode] = cluster.decode
+        decode.forget_feeds()
+        request = asyncio.ensure_future(cluster.stream(body(5)))
+        await decode.wait_until(lambda: decode.num_chunks == 1)
+        decode.serves_feeds = False
+        decode.end_feeds()
+        await decode.until_no_feed()
+        decode.script.release.set()
+        assert joined_tokens(choice_events(parse_events(await request))) == expected_tokens(PROMPT, 5)
+
+
+class Bystander:
+    """Follows a feed beside others; `take` raises."""
+
+    def __init__(self) -> None:
+        self.error: MoerelayError | None = None
+
+    def take(self, message: decode_pb2.TokenChunk) -> None:
+        raise ValueError("no such token")
+
+    def fail(self, error: MoerelayError) -> None:
+        self.error = error
+
+    def lose(self, error: WorkerLostError) -> None:
+        raise AssertionError("the feed goes on")
+
+
+async def test_a_chunk_that_cannot_be_read_ends_its_request_alone() -> None:
+    async with decode_worker(Script(LONG)) as (_, worker), task_group() as group:
+        bystander = Bystander()
+        with worker.feed.joined(bystander) as place:
+            assert place is not None
+            bad = request("bad", 3)
+            bad.feed_id, bad.tag = place.feed_id, place.tag
+            call = worker.decode.Generate(bad)
+            with (stream := DecodeStream(worker)).opened(request("good", 5), group):
+                assert await read(stream) == expected_tokens(PROMPT, 5)
+            await asyncio.wait_for(call.read(), 10)
+        assert isinstance(bystander.error, InternalError)
+
+
+async def test_a_feed_that_was_closed_is_opened_by_no_heartbeat() -> None:
+    async with decode_worker(Script(LONG)) as (_, worker):
+        await worker.feed.close()
+        await worker.heartbeat(3)
+        assert not worker.feed.is_open
+        assert worker.feed._running is not None
+        assert worker.feed._running.done()
 
 
 async def test_a_grant_that_is_lost_is_repeated() -> None:

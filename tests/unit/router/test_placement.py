@@ -1,5 +1,6 @@
 """Where prompts go: every policy over candidates that a test makes up, and over a router with fake workers."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
@@ -18,6 +19,7 @@ from router.placement.round_robin import RoundRobin
 from router.placement.session_affinity import SessionAffinity
 from router.placement.subject import Candidate, Subject
 from router.placement.two_choices import TwoChoices
+from tests.fakes.fake_workers import Script
 from tests.unit.router.cluster import Cluster, running
 
 BLOCK = 4
@@ -245,3 +247,17 @@ async def test_the_flag_chooses_the_policy(
 ) -> None:
     async with running(prefill=2, decode=3, placement=name) as cluster:
         assert await turns(cluster, headers) == expected
+
+
+async def test_prompts_that_come_at_once_count_before_they_begin() -> None:
+    """The bound holds for a burst too, although no worker has heard of any of them when the last one is placed."""
+    script = Script(hold_after=0)
+    async with running(script, both=True, decode=2, heartbeat_interval_s=60) as cluster:
+        body = {"token_ids": list(range(3, 40)), "sampling_params": {"max_tokens": 1}}
+        requests = [asyncio.ensure_future(cluster.post(body)) for _ in range(16)]
+        for worker in cluster.decode:
+            await worker.wait_until(lambda: sum(len(w.decode_requests) for w in cluster.decode) == 16)
+        counts = sorted(len(worker.decode_requests) for worker in cluster.decode)
+        script.release.set()
+        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 16
+        assert counts[1] <= 10  # 1.25 times the mean of 8

@@ -16,7 +16,7 @@ from common.security.key_file import KeyFile, watch_key_file
 from common.worker.lifecycle import Lifecycle
 from common.worker.server import WorkerServer
 from deploy.keys.authority import Authority
-from router.failure import Failure
+from router.dependence import Dependence
 from router.worker import Worker
 from router.worker_state import State
 from tests.fakes.cluster_keys import key_file, new_authority, rotated, write
@@ -132,7 +132,7 @@ async def test_a_router_shows_new_keys_as_soon_as_nobody_needs_the_connection(se
     try:
         await worker.heartbeat(10)
         before = worker.channel
-        with worker.serving(Failure()):
+        with Dependence([worker]):
             keys[0] = key_file(second, "router")
             await worker.heartbeat(10)
             assert (worker.channel, worker.state) == (before, State.HEALTHY)

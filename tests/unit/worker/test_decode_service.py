@@ -105,13 +105,19 @@ class Rig:
         )
 
     def call(
-        self, *, n: int = 1, site: decode_pb2.PrefillSite.ValueType = decode_pb2.PREFILL_SITE_REMOTE
+        self,
+        *,
+        n: int = 1,
+        site: decode_pb2.PrefillSite.ValueType = decode_pb2.PREFILL_SITE_REMOTE,
+        feed_id: int = 0,
     ) -> asyncio.Task[None]:
         request = decode_pb2.GenerateRequest(
             request_id=ID,
             token_ids=[1],
             sampling=types_pb2.SamplingParams(n=n),
             prefill_site=site,
+            feed_id=feed_id,
+            tag=1 if feed_id else 0,
         )
         return asyncio.create_task(self.service.Generate(request, cast(Any, self)))
 
@@ -271,3 +277,24 @@ async def test_a_whole_request_that_ended_before_its_first_token_is_not_counted(
     await rig.tell(Progress(ID, (), None, Finish(FinishReason.ABORT)))
     await call
     assert rig.local_prefills() == counted(0, 0)
+
+
+async def test_a_request_of_a_feed_that_is_gone_is_numbered_in_its_call(rig: Rig) -> None:
+    call = rig.call(feed_id=99)
+    await rig.engine.submitted.wait()
+    await rig.tell(BlocksLeased(ID, (BlockId(3),)))
+    await rig.receiver.granted.wait()
+    rig.receiver.written.set()
+    await rig.tell(Progress(ID, (SampledToken(5),), None, None))
+    await settled()
+    await rig.tell(Progress(ID, (SampledToken(6),), None, Finish(FinishReason.LENGTH)))
+    await call
+    lease, *chunks = rig.sent
+    assert lease.HasField("lease")
+    assert [event.chunk.seq for event in chunks] == [1, 2]
+
+
+async def settled() -> None:
+    """More turns of the loop than anything here needs."""
+    for _ in range(20):
+        await asyncio.sleep(0)

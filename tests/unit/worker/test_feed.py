@@ -232,6 +232,21 @@ async def test_a_request_that_left_is_forgotten() -> None:
         assert reader.tokens(1) == [[1]]
 
 
+async def test_an_answer_that_cannot_be_cut_fails_its_request_alone() -> None:
+    async with running() as reader:
+        bad, good = Request(reader.feed, 1), Request(reader.feed, 2)
+        streaming = asyncio.create_task(bad.stream())
+        bad.outbox.put(progress(-1))  # no token id
+        good.outbox.put(progress(3))
+        await settled()
+        assert (reader.tokens(1), reader.tokens(2)) == ([], [[3]])
+        with pytest.raises(ValueError, match="-1"):
+            await streaming
+        good.outbox.put(progress(4))
+        await settled()
+        assert reader.tokens(2) == [[3], [4]]
+
+
 async def test_messages_are_bounded_and_everybody_gets_a_turn() -> None:
     async with running(window=64) as reader:
         rows = MAX_SHARED_BYTES // 4 - 16

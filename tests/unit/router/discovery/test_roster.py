@@ -6,9 +6,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.pb import types_pb2, worker_pb2
+from router.dependence import Dependence
 from router.discovery.listing import Listing
 from router.discovery.roster import Roster
-from router.failure import Failure
 from router.worker import Side, Worker
 from router.worker_state import State
 from tests.fakes.fake_resolver import FakeResolver
@@ -74,7 +74,7 @@ async def test_a_worker_that_is_listed_no_more_finishes_what_it_has() -> None:
     rig = Rig()
     await rig.look("a:1", "b:1")
     rig["a:1"].hear()
-    with rig["a:1"].serving(Failure()):
+    with Dependence([rig["a:1"]]):
         assert await rig.look("b:1") == []
         assert rig.known == ["b:1", "a:1"]
         assert (rig["a:1"].state, rig["a:1"].usable) == (State.DRAINING, False)
@@ -82,7 +82,7 @@ async def test_a_worker_that_is_listed_no_more_finishes_what_it_has() -> None:
         assert (rig.known, rig["a:1"].state) == (["a:1", "b:1"], State.HEALTHY)
         assert await rig.look("b:1") == []
     assert await rig.look("b:1") == ["a:1"]
-    with rig["b:1"].serving(Failure()):
+    with Dependence([rig["b:1"]]):
         rig["b:1"].die()
         assert await rig.look("c:1") == ["b:1"], "what it had is lost anyway"
 
