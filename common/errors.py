@@ -12,7 +12,7 @@ MoerelayError
 ├── ServiceError                    the service cannot serve it now
 │   ├── OverloadedError             429  a queue is full, or too long
 │   ├── UnavailableError            503  no healthy worker, or draining
-│   │   ├── NotTakenError           503  a worker drains, and has done nothing for the request
+│   │   ├── NotTakenError           503  a worker drains or is out of reach, and has done nothing for the request
 │   │   └── PausedError             503  somebody has paused the cluster
 │   ├── WorkerLostError             502  a worker went away during the request
 │   ├── HandoffError                502  the handoff broke
@@ -97,7 +97,7 @@ class UnavailableError(ServiceError):
 
 
 class NotTakenError(UnavailableError):
-    """A worker takes no new requests, because it drains; it has done nothing for this one, so that another may."""
+    """A worker drains or cannot be reached; it has done nothing for this request, so that another may."""
 
 
 class PausedError(UnavailableError):

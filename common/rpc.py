@@ -104,6 +104,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # The server must tolerate the client's ping interval, or it answers with GOAWAY "too many pings".
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_pings_without_data", 0),
+        # Prompts go to the worker and to nobody else, whatever http_proxy says.
+        ("grpc.enable_http_proxy", 0),
         # Workers that come back are tried again at once, not after gRPC's default backoff of up to 2 minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),

@@ -44,7 +44,7 @@ def _worker_complaint(address: str) -> str | None:
     import grpc
     from grpc_health.v1 import health_pb2
 
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

@@ -14,7 +14,9 @@ class Dependence:
     Leaving the block ends it.
     """
 
-    def __init__(self, workers: Sequence[Worker] = ()) -> None:
+    def __init__(self, workers: Sequence[Worker] = (), *, num_choices: int = 1) -> None:
+        """`num_choices`: what a decode worker serves; a prefill worker computes the prompt once for all of them."""
+        self._num_choices = num_choices
         self._lost: dict[Worker, Failure] = {}
         self.on(workers)
 
@@ -28,7 +30,7 @@ class Dependence:
         """From now on it depends on these too."""
         for worker in workers:
             self._lost[worker] = Failure()
-            worker.depend(self._lost[worker])
+            worker.depend(self._lost[worker], self._num_choices if worker.side == "decode" else 1)
 
     def lost(self, worker: Worker) -> Failure:
         """Is set when this worker, on which it depends, is lost."""

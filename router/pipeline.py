@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from common.errors import MoerelayError, NotTakenError, UnavailableError, WorkerLostError
+from common.errors import MoerelayError, NotTakenError, UnavailableError
 from common.pb import worker_pb2
 from common.tracing import current_span
 from router.attempts import Attempts
@@ -18,7 +18,6 @@ from router.live import LivePrompt, LiveRequest
 from router.placement.subject import Subject
 from router.plan import Plan
 from router.prompt_run import Observer, PromptRun, Sink
-from router.worker import Worker
 
 #: An abort may overtake the request it is for by the time a worker needs to take the request in.
 ABORT_RETRY_S = 0.1
@@ -69,7 +68,7 @@ class Pipeline:
         subject = self._fleet.subject(plan.token_ids, salt=plan.cache_salt, session=live.session)
         taken = False
         while not taken:
-            with Dependence() as dependence:
+            with Dependence(num_choices=plan.sampling.n) as dependence:
                 began = time.monotonic()
                 with current_span().child("router.place"):
                     async with live.failure.guarding():
@@ -113,7 +112,7 @@ class Pipeline:
             dependence.on(pair.workers)
             try:
                 for worker in pair.workers:
-                    await self._connect(worker)
+                    await worker.connect(self._timeout_s)
             except UnavailableError as error:
                 dependence.release(pair.workers)
                 # Where decode workers may do without, trying prefill workers costs the prompt no attempt.
@@ -121,15 +120,6 @@ class Pipeline:
                 await attempts.failed(worker, error, free=free)
             else:
                 return pair
-
-    async def _connect(self, worker: Worker) -> None:
-        """A worker that does not even accept a connection is left alone before anything is sent to it."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await worker.connect()
-        except (TimeoutError, WorkerLostError):
-            worker.suspect()
-            raise UnavailableError(f"worker {worker.id} accepts no connection") from None
 
     async def _abort_prompt(self, prompt: LivePrompt, live: LiveRequest) -> None:
         """Decode first: it then drops the handoff itself, instead of reporting a broken one."""

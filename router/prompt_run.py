@@ -191,6 +191,7 @@ class PromptRun:
     async def _run_prefill(self, worker: Worker, lease: prefill_pb2.Lease) -> None:
         """Raises what makes the prompt fail; later, and after an abort, errors are only logged."""
         try:
+            await worker.connect(self._timeout_s)
             self._observer.prefilled(await self._call_prefill(worker, lease))
             worker.breaker.succeeded()
         except MoerelayError as error:
@@ -221,7 +222,7 @@ class PromptRun:
             raise NotTakenError(error.message) from None
 
     def _refused(self, worker: Worker) -> None:
-        """The worker drains, and has done nothing for the prompt."""
+        """The worker has done nothing for the prompt, and gets no other until its next heartbeat."""
         worker.drains()
         if not self._passed_on:
             self.refused_by = worker

@@ -9,7 +9,7 @@ from typing import Literal
 
 import grpc
 
-from common.errors import MoerelayError, WorkerLostError
+from common.errors import MoerelayError, NotTakenError, WorkerLostError
 from common.pb import decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from common.rpc import channel_options
 from common.security.grpc_keys import CHANNEL_OPTIONS, channel_credentials
@@ -74,8 +74,9 @@ class Worker:
         #: Whether it does what it is given.
         self.breaker = Breaker()
         self._state = WorkerState(silence_limit_s)
-        self._dependents: set[Failure] = set()
-        self._dependents_at_heartbeat = 0
+        #: With the number of choices of each.
+        self._dependents: dict[Failure, int] = {}
+        self._choices_at_heartbeat = 0
         #: One heartbeat at a time, so that an older answer never replaces a newer one.
         self._beating = asyncio.Lock()
 
@@ -139,9 +140,14 @@ class Worker:
     def load(self) -> int:
         """Choices placed by this router, plus what the last heartbeat says of other routers' choices."""
         if self.status is None:
-            return len(self._dependents)
+            return self._num_choices
         reported = self.status.load.running + self.status.load.waiting
-        return len(self._dependents) + max(0, reported - self._dependents_at_heartbeat)
+        return self._num_choices + max(0, reported - self._choices_at_heartbeat)
+
+    @property
+    def _num_choices(self) -> int:
+        """Placed by this router."""
+        return sum(self._dependents.values())
 
     def role_mismatch(self) -> str | None:
         """Why the worker cannot serve on the side that lists it."""
@@ -170,7 +176,7 @@ class Worker:
             self._fail_dependents(f"worker {self.id} was restarted")
             self.breaker = Breaker()
         self.status = status
-        self._dependents_at_heartbeat = len(self._dependents)
+        self._choices_at_heartbeat = self._num_choices
         self._state.heard(time.monotonic(), draining=status.draining)
         if self.side == "decode" and not status.draining:
             self.feed.open()
@@ -180,8 +186,21 @@ class Worker:
         with worker_errors(self.id):
             return (await self.control.Abort(request, timeout=timeout_s)).found
 
-    async def connect(self) -> None:
-        """Returns when there is a connection. Raises WorkerLostError as soon as the worker refuses one."""
+    async def connect(self, timeout_s: float) -> None:
+        """Returns when there is a connection. One that cannot be had makes the worker suspect.
+
+        Raises:
+            NotTakenError: nothing was sent to the worker.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._connected()
+        except (TimeoutError, WorkerLostError):
+            self.suspect()
+            raise NotTakenError(f"worker {self.id} accepts no connection") from None
+
+    async def _connected(self) -> None:
+        """Raises WorkerLostError as soon as the worker refuses a connection."""
         state = self.channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
             if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
@@ -211,13 +230,13 @@ class Worker:
                 self.suspect()
             raise
 
-    def depend(self, failure: Failure) -> None:
-        """A prompt depends on this worker; `failure` is set if the worker is lost meanwhile."""
-        self._dependents.add(failure)
+    def depend(self, failure: Failure, num_choices: int) -> None:
+        """A prompt with so many choices here depends on this worker; `failure` is set if the worker is lost."""
+        self._dependents[failure] = num_choices
 
     def forgo(self, failure: Failure) -> None:
         """It does so no more."""
-        self._dependents.discard(failure)
+        del self._dependents[failure]
 
     def _reconnect(self) -> None:
         """For new keys. A connection goes on with those that it was made with, so nothing of this is urgent."""

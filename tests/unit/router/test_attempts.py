@@ -79,8 +79,30 @@ async def test_a_prefill_worker_that_is_lost_before_the_lease_is_replaced() -> N
         assert [worker.load for worker in cluster.app[FLEET].workers] == [0, 0, 0]
 
 
+async def test_a_prefill_worker_that_refuses_connections_after_the_lease_is_replaced() -> None:
+    script = Script(hold_after=0)
+    script.lease_go.clear()
+    gone, spare = (FakeWorker(f"prefill-{i}", types_pb2.ROLE_PREFILL, script) for i in range(2))
+    decode = FakeWorker("decode-0", types_pb2.ROLE_DECODE, script)
+    async with AsyncExitStack() as server, serving(spare), serving(decode):
+        await server.enter_async_context(serving(gone))
+        addresses = {"prefill": [gone.address, spare.address], "decode": [decode.address]}
+        async with over([], [], **addresses, placement="round_robin", heartbeat_interval_s=60) as cluster:
+            request = asyncio.ensure_future(cluster.post(BODY))
+            await decode.wait_until(lambda: len(decode.decode_requests) == 1)
+            await server.aclose()
+            script.lease_go.set()
+            await spare.wait_until(lambda: bool(spare.prefill_requests))
+            script.release.set()
+            status, answer = await request
+            assert (status, answer["choices"][0]["token_ids"]) == (200, expected_tokens([5, 6, 7], 4))
+            assert [len(worker.prefill_requests) for worker in (gone, spare)] == [0, 1]
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_workers_are_needed_from_the_moment_that_they_are_chosen(side: str) -> None:
+async def test_workers_are_needed_from_the_moment_that_they_are_chosen(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While one of the two is connected to, discovery must not close the other as if nobody used it."""
     script = Script()
     async with over(
@@ -92,11 +114,11 @@ async def test_workers_are_needed_from_the_moment_that_they_are_chosen(side: str
         [other] = [worker for worker in cluster.app[FLEET].workers if worker.side != side]
         connecting, go = asyncio.Event(), asyncio.Event()
 
-        async def connect() -> None:
+        async def connect(_timeout_s: float) -> None:
             connecting.set()
             await go.wait()
 
-        other.connect = connect  # type: ignore[method-assign]
+        monkeypatch.setattr(other, "connect", connect)
         request = asyncio.ensure_future(cluster.post(BODY))
         await connecting.wait()
         assert worker.is_needed

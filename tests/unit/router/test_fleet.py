@@ -1,5 +1,6 @@
 """Who may serve: heartbeats, pairing field by field, placement."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -240,4 +241,29 @@ async def test_decode_workers_wait_with_their_prefill_workers() -> None:
         assert (await cluster.get("/ready"))[0] == 503
         await cluster.prefill[0].Resume(worker_pb2.ResumeRequest(), NO_CONTEXT)
         await cluster.until_settled()
+        await cluster.canary()
+
+
+async def test_choices_that_have_ended_since_a_heartbeat_are_no_load() -> None:
+    """A heartbeat tells choices, and a prompt may have several."""
+    script = Script(hold_after=0)
+    async with running(script, both=True, heartbeat_interval_s=60) as cluster:
+        [worker], [decode] = cluster.app[FLEET].workers, cluster.decode
+        body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "n": 8}}
+        request = asyncio.ensure_future(cluster.post(body))
+        await decode.wait_until(lambda: len(decode.decode_requests) == 1)
+        assert worker.load == 8
+        worker.described.load.running = 8
+        worker._choices_at_heartbeat = 8
+        assert worker.load == 8
+        script.release.set()
+        assert (await request)[0] == 200
+        assert worker.load == 0
+
+
+async def test_a_proxy_of_the_environment_sees_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens there: with the proxy no worker would be healthy."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with running(both=True) as cluster:
         await cluster.canary()
