@@ -19,6 +19,7 @@ import gevent
 from gevent.pool import Group
 from locust import User, events, task
 from locust.env import Environment
+from locust.rpc import Message
 from locust.runners import LocalRunner, MasterRunner
 
 from common.errors import MoerelayError
@@ -35,6 +36,9 @@ log = logging.getLogger(__name__)
 
 #: Streams that are under way when the test ends get so long to come to their end, unless --stop-timeout says more.
 STOP_TIMEOUT_S = 60.0
+
+#: After their last stream other processes get so long to report and to end.
+_REPORT_S = 10.0
 
 #: Between two looks at whether all requests of a trace have ended.
 _POLL_S = 0.1
@@ -60,22 +64,26 @@ _test: Test | None = None
 _seconds = 0.0
 
 
+def length_range(text: str) -> str:
+    """Text that LengthRange reads; left as it is, because a master sends its options to other processes."""
+    LengthRange.parse(text)
+    return text
+
+
 def add_options(parser: ArgumentParser, **_: Any) -> None:
-    """Beside locust's own."""
+    """Beside locust's own. Values are text and numbers, which a master can send to other processes."""
     group = parser.add_argument_group("moerelay")
     add = group.add_argument
-    add("--prompt-tokens", type=LengthRange.parse, default="32:256", help="length of prompts: N or LOW:HIGH")
-    add("--output-tokens", type=LengthRange.parse, default="16:64", help="tokens to generate: N or LOW:HIGH")
+    add("--prompt-tokens", type=length_range, default="32:256", help="length of prompts: N or LOW:HIGH")
+    add("--output-tokens", type=length_range, default="16:64", help="tokens to generate: N or LOW:HIGH")
     add("--arrival-rate", type=rate, help="requests per second at random times (open loop), instead of one per user")
-    add("--trace", type=Path, help="replay a trace in Mooncake's JSONL format")
+    add("--trace", help="replay a trace in Mooncake's JSONL format")
     add("--trace-speed", type=rate, default=1.0, help="so many times as fast as recorded")
     add("--trace-requests", type=integer(1), help="only the first so many of the trace")
-    add(
-        "--model", type=Path, help="the served checkpoint, for its vocabulary and experts; default: found if it is here"
-    )
+    add("--model", help="the served checkpoint, for its vocabulary and experts; default: found if it is here")
     add("--vocab-size", type=integer(1), help="ids of prompts are below; default: the checkpoint's, else 256")
     add("--no-rows", action="store_true", help="ask for no routing rows")
-    add("--api-key-file", type=Path, help="file with the router's API keys; the first one is sent")
+    add("--api-key-file", help="file with the router's API keys; the first one is sent")
     add("--load-seed", type=int, help="makes the prompts repeatable")
 
 
@@ -103,19 +111,24 @@ def _prepared(environment: Environment) -> Test:
     """Raises MoerelayError."""
     options: Any = environment.parsed_options
     host = (environment.host or StreamUser.host or "").rstrip("/")
-    target = Target(host, first_key(options.api_key_file))
-    facts = Facts.read(target, options.model, options.vocab_size)
-    prompts = RandomAsks(options.prompt_tokens, options.output_tokens, facts.vocab_size)
+    target = Target(host, first_key(_path(options.api_key_file)))
+    facts = Facts.read(target, _path(options.model), options.vocab_size)
+    lengths = LengthRange.parse(options.prompt_tokens), LengthRange.parse(options.output_tokens)
+    prompts = RandomAsks(*lengths, facts.vocab_size)
     trace = None
     if options.trace is None:
         facts.require_room(prompts.prompt.high + prompts.output.high)
     else:
-        lines = read_trace(options.trace, options.trace_requests)
+        lines = read_trace(Path(options.trace), options.trace_requests)
         every = asks(lines, facts.vocab_size, facts.max_model_len, options.trace_speed)
         trace = _share_of(environment, every)
     per_user = options.arrival_rate / max(1, options.num_users or 1) if options.arrival_rate else None
     rng = random.Random() if options.load_seed is None else random.Random(f"{options.load_seed}/{_place(environment)}")
     return Test(target, facts, rng, not options.no_rows, prompts, trace, per_user, time.perf_counter())
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _place(environment: Environment) -> int:
@@ -131,10 +144,23 @@ def _share_of(environment: Environment, trace: Iterator[TracedAsk]) -> Iterator[
     return islice(trace, _place(environment), None, max(1, options.expect_workers))
 
 
-def end(**_: Any) -> None:
-    """Remembers how long it took."""
+def end(environment: Environment, **_: Any) -> None:
+    """Remembers how long it took; a master that has no web page ends the others."""
     global _seconds
-    _seconds = time.perf_counter() - (_test.started_s if _test else time.perf_counter())
+    options: Any = environment.parsed_options
+    if _test is not None:
+        _seconds = time.perf_counter() - _test.started_s
+    elif isinstance(environment.runner, MasterRunner) and options.headless:
+        _gather(environment.runner, (environment.stop_timeout or 0) + _REPORT_S)
+
+
+def _gather(runner: MasterRunner, timeout_s: float) -> None:
+    """Until all others have told their last: locust waits half a second for it, and streams take longer to end."""
+    for client in runner.clients.all:
+        runner.server.send_to_client(Message("quit", None, client.id))
+    with gevent.Timeout(timeout_s, False):
+        while runner.clients.all:
+            gevent.sleep(_POLL_S)
 
 
 def report(client_id: str, data: dict[str, Any], **_: Any) -> None:

@@ -53,6 +53,19 @@ async def test_nothing_fails_under_load(disaggregated: Cluster, client: Client, 
     assert 4 * int(found[1]) <= generated <= 12 * int(found[1])
 
 
+async def test_what_two_processes_send_is_summed_up(disaggregated: Cluster, client: Client) -> None:
+    """To the last token of the streams that are under way when the time is over."""
+    before = await client.metric("moerelay_generation_tokens_total")
+    many = ("-u", "64", "-r", "64", "-t", "3s", "--prompt-tokens", "1:20", "--output-tokens", "100")
+    code, printed = await load(disaggregated, "--processes", "2", *many)
+    found = SUMMARY.search(printed)
+    assert found, printed
+    assert (code, found[2]) == (0, "0"), printed
+    assert int(found[1]) >= 64
+    assert await client.metric("moerelay_generation_tokens_total") - before == 100 * int(found[1])
+    assert "requests in 0.0 s" not in printed
+
+
 async def test_a_trace_is_replayed_once(disaggregated: Cluster, client: Client, tmp_path: Path) -> None:
     """All seven prompts share their block, of which the context holds a part."""
     lines = [
