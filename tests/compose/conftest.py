@@ -4,7 +4,6 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 import torch
 
@@ -44,9 +43,5 @@ def expected(solo: SoloRunner) -> Expected:
 
 @pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[Client]:
-    # A connection that is kept may be one to a router that is gone.
-    connector, timeout = aiohttp.TCPConnector(force_close=True), aiohttp.ClientTimeout(total=120)
-    key = (stack.keys / "api-keys.txt").read_text().split()[-1]
-    headers = {"Authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        yield Client(session, stack.url)
+    async with stack.client(stack.api_key()) as client:
+        yield client

@@ -4,10 +4,13 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.e2e.cluster import JsonObject
+import aiohttp
+
+from tests.e2e.cluster import Client, JsonObject
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "compose.yaml"
@@ -26,10 +29,29 @@ class Stack:
         self.keys = keys
         self._compose = ("docker-compose", "-f", str(file), "-p", project)
         self._port = _free_port()
+        self._prometheus_port = _free_port()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def prometheus_url(self) -> str:
+        return f"http://127.0.0.1:{self._prometheus_port}"
+
+    def api_key(self) -> str:
+        """The newest that the stack has made."""
+        lines = (self.keys / "api-keys.txt").read_text().splitlines()
+        return next(line for line in lines if line.startswith("mr-"))
+
+    @asynccontextmanager
+    async def client(self, key: str) -> AsyncIterator[Client]:
+        """Who asks with this key."""
+        # A connection that is kept may be one to a router that is gone.
+        connector, timeout = aiohttp.TCPConnector(force_close=True), aiohttp.ClientTimeout(total=120)
+        headers = {"Authorization": f"Bearer {key}"}
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+            yield Client(session, self.url)
 
     def compose(self, *arguments: str) -> str:
         """Runs docker-compose; returns its stdout. Raises AssertionError if it fails."""
@@ -43,7 +65,8 @@ class Stack:
 
     def down(self) -> None:
         """Removes containers, networks and volumes."""
-        self.compose("down", "--volumes", "--timeout", "10")
+        profiles = [f"--profile={name}" for name in ("load", "monitoring", "tools")]
+        self.compose(*profiles, "down", "--volumes", "--timeout", "10")
 
     def docker(self, *arguments: str) -> str:
         return self._run(["docker", *arguments])
@@ -79,7 +102,11 @@ class Stack:
         ).stdout
 
     def _run(self, command: Sequence[str]) -> str:
-        environment = os.environ | {"PUBLISH": f"127.0.0.1:{self._port}", "KEYS": str(self.keys)}
+        environment = os.environ | {
+            "PUBLISH": f"127.0.0.1:{self._port}",
+            "PUBLISH_PROMETHEUS": f"127.0.0.1:{self._prometheus_port}",
+            "KEYS": str(self.keys),
+        }
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False, env=environment
         )

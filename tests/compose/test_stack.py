@@ -16,52 +16,13 @@ import pytest
 from tests.compose.late_reader import LateReader, answer_of
 from tests.compose.load import Expected, prompt, under_load
 from tests.compose.stack import Stack
-from tests.e2e.cluster import Answer, Client, JsonObject, until
+from tests.compose.watch import START_S, decode_workers, status, wait_decoding, wait_ready, wait_status
+from tests.e2e.cluster import Answer, Client, until
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(400)]
 
-#: A container may take this long until it serves: three Python processes start on few cores.
-START_S = 90.0
 #: Long enough that a stream is under way whatever happens meanwhile; the checkpoint's context is 2048.
 LONG = 1900
-
-
-async def status(client: Client, path: str) -> int:
-    """Of a GET; 0 if nobody answers."""
-    try:
-        async with client.session.get(client.url + path) as response:
-            return response.status
-    except (OSError, aiohttp.ClientError):
-        return 0
-
-
-async def wait_ready(client: Client) -> None:
-    async def ready() -> bool:
-        return await status(client, "/ready") == 200
-
-    await until(ready, START_S)
-
-
-async def decode_workers(client: Client) -> dict[str, JsonObject]:
-    """By address, those that get requests."""
-    workers = (await client.json("/cluster"))["workers"]
-    return {w["address"]: w for w in workers if w["role"] == "decode" and w["state"] == "healthy" and not w["refused"]}
-
-
-async def wait_decoding(client: Client, addresses: set[str]) -> None:
-    """Until exactly these decode workers get requests, and each has some."""
-    seen: list[dict[str, int]] = []
-
-    async def decoding() -> bool:
-        running = {address: worker["running"] for address, worker in (await decode_workers(client)).items()}
-        if not seen or seen[-1] != running:
-            seen.append(running)
-        return set(running) == addresses and all(running.values())
-
-    try:
-        await until(decoding, START_S)
-    except TimeoutError:
-        pytest.fail(f"wanted {addresses}; there were {seen[-10:]}")
 
 
 @asynccontextmanager
@@ -215,11 +176,7 @@ async def test_a_crashed_process_is_started_again(stack: Stack, client: Client, 
     await wait_ready(client)
     [container] = stack.containers("decode")
     os.kill(stack.inspect(container)["State"]["Pid"], signal.SIGKILL)
-
-    async def not_ready() -> bool:
-        return await status(client, "/ready") == 503
-
-    await until(not_ready)
+    await wait_status(client, "/ready", 503)
     await wait_ready(client)
     assert stack.inspect(container)["RestartCount"] == 1
     expected.check(0, await client.generate(prompt(0), max_tokens=100, ignore_eos=True))
