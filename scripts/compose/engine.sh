@@ -19,7 +19,7 @@ fi
 shift 2
 
 empty() {
-    rm -rf --one-file-system "$data"
+    [ ! -e "$data" ] || mv "$data" "$(mktemp -u "$data.old.XXXXXX")"
     mkdir -p "$data"
 }
 
@@ -43,15 +43,15 @@ start() {
 }
 
 # Sockets and ids of processes lie here: those of other engines must not be met, nor be met by others.
-mount -t tmpfs -o mode=755 tmpfs /run
-ip link set lo up
+{ mount -t tmpfs -o mode=755 tmpfs /run && ip link set lo up; } || exit "$NOT_RUN"
 export DOCKER_HOST=unix:///run/docker.sock
 # The client that came with the engine, which may be older than another one here.
 PATH=$(dirname "$(command -v dockerd)"):$PATH
 
-[ -e "$data/whole" ] || empty
-rm -f "$data/whole"
+{ [ -e "$data/whole" ] || empty; } && rm -f "$data/whole" || exit "$NOT_RUN"
 start || { empty && start; } || { tail -n 20 "$data.log"; echo "dockerd does not start here"; exit "$NOT_RUN"; }
+# Many files, which nobody waits for; what is left of them at the end is the next run's.
+rm -rf --one-file-system "$data".old.* &
 code=0
 "$@" || code=$?
 if [ "$code" != 0 ] && ! answers; then
