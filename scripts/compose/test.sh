@@ -39,7 +39,7 @@ PIP_NO_INDEX=1 COMPOSE_DOCKER_CLI_BUILD=0 timeout -k 10 "$BUILD_TIMEOUT_S" \
     docker-compose -f deploy/compose.yaml build router model locust-worker > "$CACHE/build.log" 2>&1 < /dev/null \
     || { tail -n 60 "$CACHE/build.log"; exit 1; }
 # The monitoring is tested with Debian's program.
-prometheus=$(command -v prometheus || command -v .venv/bin/prometheus || true)
+prometheus=$(command -v prometheus || command -v "$(dirname "$PYTHON")/prometheus" || true)
 if [ -n "$prometheus" ]; then
     export PROMETHEUS_IMAGE=moerelay-prometheus
     tar -c -C "$(dirname "$prometheus")" prometheus -C "$PWD/tests/compose" prometheus.Dockerfile \
