@@ -16,7 +16,7 @@ from common.security.exposure import check_handoff
 from common.security.key_file import KeyFile
 from common.security.watched_file import WatchedFile
 from common.worker.core import WorkerCore, build_core
-from common.worker.keys import load_keys
+from common.worker.keys import key_metrics, load_keys
 from common.worker.lifecycle import Lifecycle
 from common.worker.own_address import advertised
 from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine, tracing_of
@@ -65,6 +65,7 @@ async def _serve(settings: DecodeSettings, core: WorkerCore, keys: WatchedFile[K
             instance_id=instance_id,
             handoff_endpoint=listener.endpoint if listener else "",
         )
+        key_metrics(metrics, keys)
         if receiver is not None and listener is not None:
             handoff_metrics(metrics, receiver, intake)
             metrics.counter("handoff_clients_refused", "Connections with a foreign key.", lambda: listener.num_refused)

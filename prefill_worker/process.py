@@ -11,7 +11,7 @@ from common.pb import prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.security.key_file import KeyFile
 from common.security.watched_file import WatchedFile
 from common.worker.core import WorkerCore, build_core
-from common.worker.keys import load_keys
+from common.worker.keys import key_metrics, load_keys
 from common.worker.lifecycle import Lifecycle
 from common.worker.process import add_worker_service, handoff_identity, new_instance_id, running_engine, tracing_of
 from common.worker.server import WorkerServer
@@ -47,6 +47,7 @@ async def _serve(settings: PrefillSettings, core: WorkerCore, keys: WatchedFile[
             role_service=service,
             instance_id=instance_id,
         )
+        key_metrics(metrics, keys)
         handoff_metrics(metrics, service.stats)
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
         own_service = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name

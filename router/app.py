@@ -129,7 +129,7 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     keys = app.get(CLUSTER_KEYS)
     fleet = app[FLEET] = Fleet(settings, keys=keys)
     live = app[LIVE] = LiveRequests()
-    app[METRICS] = RouterMetrics(lambda: len(live), fleet)
+    app[METRICS] = RouterMetrics(lambda: len(live), fleet, keys)
     app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s, max_attempts=settings.max_attempts)
     files: list[Pollable] = [*app[ACCESS].files, *([keys] if keys else [])]
     async with GrammarChecker(settings.max_grammar_bytes) as app[GRAMMARS], fleet.running(), reading(files):

@@ -11,6 +11,8 @@ from common.errors import HTTP_TABLE, InternalError, MoerelayError
 from common.histogram import ITL_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS
 from common.pb import prefill_pb2
 from common.sampling import FinishReason
+from common.security.key_file import KeyFile
+from common.security.watched_file import WatchedFile
 from router.errors import status_of
 from router.fleet import Fleet
 from router.latency import LabelledHistograms, LatencyHistogram
@@ -55,7 +57,12 @@ class RouterMetrics:
     """One registry per application, so that several routers can live in one process (tests do that)."""
 
     def __init__(
-        self, in_flight: Callable[[], int], fleet: Fleet, *, now: Callable[[], float] = time.monotonic
+        self,
+        in_flight: Callable[[], int],
+        fleet: Fleet,
+        keys: WatchedFile[KeyFile] | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a time of birth beside each counter helps nobody
         self.registry = registry = CollectorRegistry()
@@ -65,6 +72,10 @@ class RouterMetrics:
         gauge = Gauge("moerelay_router_in_flight", "Live requests of this router.", registry=registry)
         gauge.set_function(in_flight)
         Gauge("moerelay_router_processes", "Processes of this router.", registry=registry).set(1)
+
+        if keys is not None:
+            left = Gauge("moerelay_certificate_seconds_left", "Until the certificate ends.", registry=registry)
+            left.set_function(lambda: keys.value.seconds_left())
 
         def counter(name: str, documentation: str, *labels: str) -> Counter:
             return Counter(f"moerelay_{name}", documentation, labels, registry=registry)

@@ -1,6 +1,8 @@
 """The key file of one process, as `moerelay keys` makes it: what it shows to others, and whom it believes."""
 
-from datetime import UTC, datetime
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -55,12 +57,19 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def days_left(self, now: datetime | None = None) -> int:
         """Whole days until the certificate ends; negative afterwards."""
-        return (datetime.strptime(self.expires, "%Y-%m-%d").replace(tzinfo=UTC) - (now or datetime.now(UTC))).days
+        return self._left(now).days
+
+    def seconds_left(self, now: datetime | None = None) -> float:
+        """Until the day on which the certificate ends begins; negative afterwards."""
+        return self._left(now).total_seconds()
+
+    def _left(self, now: datetime | None) -> timedelta:
+        return datetime.strptime(self.expires, "%Y-%m-%d").replace(tzinfo=UTC) - (now or datetime.now(UTC))
 
 
-def watch_key_file(path: Path, role: KeyRole) -> WatchedFile[KeyFile]:
-    """As `read_key_file`, and again whenever it changes. The log says when its certificate is about to end."""
-    file = WatchedFile(path, partial(read_key_file, role=role), warn_of_end)
+def watch_key_file(path: Path, role: KeyRole, clock: Callable[[], float] = time.monotonic) -> WatchedFile[KeyFile]:
+    """As `read_key_file`, and again whenever it changes. The log says every day that its certificate ends soon."""
+    file = WatchedFile(path, partial(read_key_file, role=role), warn_of_end, every_day=warn_of_end, clock=clock)
     warn_of_end(file.value)
     return file
 

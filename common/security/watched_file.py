@@ -1,6 +1,7 @@
 """Files with keys, read again whenever they have changed, so that keys are rotated without a restart."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from common.errors import ConfigError
 
 #: Between two looks at a file. Keys overlap for as long as the operator likes, so nothing depends on it.
 POLL_INTERVAL_S = 1.0
+
+DAY_S = 24 * 3600.0
 
 ValueT = TypeVar("ValueT")
 
@@ -30,15 +33,25 @@ class Pollable(Protocol):
 class WatchedFile(Generic[ValueT]):
     """`value` is what `read` made of the file when it could be read last; `on_change` is called when that is another.
 
+    `every_day`: called with it once a day of polling.
     Raises ConfigError, of `read`, if that is never. A file that breaks or vanishes later changes nothing.
     """
 
     def __init__(
-        self, path: Path, read: Callable[[Path], ValueT], on_change: Callable[[ValueT], None] = lambda _: None
+        self,
+        path: Path,
+        read: Callable[[Path], ValueT],
+        on_change: Callable[[ValueT], None] = lambda _: None,
+        *,
+        every_day: Callable[[ValueT], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = path
         self._read = read
         self._on_change = on_change
+        self._every_day = every_day
+        self._clock = clock
+        self._day_began_at = clock()
         self._known = _signature(path)
         self._pending: _Signature | None = None
         self.value = read(path)
@@ -48,6 +61,9 @@ class WatchedFile(Generic[ValueT]):
 
         A change is read at the second look that finds it: whoever writes the file may not do so in one step.
         """
+        if self._clock() - self._day_began_at >= DAY_S:
+            self._day_began_at = self._clock()
+            self._every_day(self.value)
         found = _signature(self._path)
         if found == self._known:
             self._pending = None

@@ -90,6 +90,14 @@ ALERTS = (
         "The last lookup of a source of workers failed. Those that are known are used on; new ones are not found.",
     ),
     Alert(
+        "MoerelayCertificateEnds",
+        "warning",
+        f"min by (role, worker, instance) (moerelay_certificate_seconds_left) < {30 * 24 * 3600}",
+        "10m",
+        "{{ with $labels.worker }}The certificate of {{ . }}{{ else }}A router's certificate{{ end }} ends soon",
+        "In less than 30 days. From then on nobody connects to the process any more, nor does it connect to others.",
+    ),
+    Alert(
         "MoerelayErrors",
         "critical",
         f'sum(rate(moerelay_router_errors_total{{type=~"{_SERVER_ERRORS}"}}[5m]))'

@@ -168,3 +168,16 @@ def test_what_would_be_open_does_not_start(module: str, flags: tuple[str, ...], 
     assert ended.stderr.splitlines()[-1].startswith(f"{module}: error: ")
     assert f"need{'' if 'example' in str(flags) else 's'} {flag}" in ended.stderr
     assert "--insecure" in ended.stderr
+
+
+async def test_every_process_tells_when_its_certificate_ends(secured: Secured) -> None:
+    headers = {"Authorization": f"Bearer {OF_LOAD}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(f"{secured.router.url}/metrics") as answer,
+    ):
+        text = await answer.text()
+    found = re.findall(r"^moerelay_certificate_seconds_left(\{.*\})? (\S+)$", text, re.M)
+    assert [bool(labels) for labels, _ in found] == [False, True, True]
+    for _, seconds in found:
+        assert 3640 * 86_400 < float(seconds) <= 3650 * 86_400

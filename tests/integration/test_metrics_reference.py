@@ -14,8 +14,8 @@ from tests.integration.relay import WorkerPlan, running_relay
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([\w, ]*) \| (\w*) \| (.+) \| (.*) \|$", re.M)
 
-#: Of ZeroMQ sockets; this cluster hands over in memory.
-OF_SOCKETS = {"moerelay_handoff_clients_refused_total"}
+#: Of ZeroMQ sockets, and of keys; this cluster hands over in memory, without any.
+OF_SOCKETS = {"moerelay_handoff_clients_refused_total", "moerelay_certificate_seconds_left"}
 
 Described = dict[str, tuple[str, frozenset[str]]]
 

@@ -84,3 +84,23 @@ def test_days_left() -> None:
     keys = msgspec.structs.replace(key_file(AUTHORITY, "router"), expires="2030-01-11")
     assert keys.days_left(datetime(2030, 1, 1, tzinfo=UTC)) == 10
     assert keys.days_left(datetime(2030, 1, 12, tzinfo=UTC)) == -1
+
+
+def test_an_end_that_comes_near_while_a_process_runs_is_told_every_day(tmp_path: Path) -> None:
+    now = [0.0]
+    expires = (datetime.now(UTC) + timedelta(days=3)).strftime("%Y-%m-%d")
+    keys = msgspec.structs.replace(key_file(AUTHORITY, "router"), expires=expires)
+    file = watch_key_file(write(tmp_path / "router.json", keys), "router", clock=lambda: now[0])
+    told = []
+    for now[0] in (1.0, 86_399.0, 86_400.0, 86_401.0, 172_799.0, 172_801.0):
+        with capture_logs() as logs:
+            file.poll()
+        told.append([entry["event"] for entry in logs])
+    soon = ["cluster_keys_end_soon"]
+    assert told == [[], [], soon, [], [], soon]
+
+
+def test_seconds_until_the_end() -> None:
+    keys = msgspec.structs.replace(key_file(AUTHORITY, "router"), expires="2026-03-02")
+    assert keys.seconds_left(datetime(2026, 3, 1, 23, 59, tzinfo=UTC)) == 60
+    assert keys.seconds_left(datetime(2026, 3, 3, tzinfo=UTC)) == -86_400
