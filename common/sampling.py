@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -43,8 +45,7 @@ class SamplingParams:
     sampling_mask: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """fp32 log-softmax at one id, of the raw logits unless the request asks for processed ones; rank 1 is the best."""
 
     token_id: int
@@ -52,8 +53,7 @@ class TokenLogprob:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """One generated token; `logprob` is None and `top` empty when the request asked for no logprobs.
 
     `mask`: the ids that survived top-k, top-p and min-p, ascending, as `common.id_mask` packs them; None unless the

@@ -125,8 +125,7 @@ class GenerateDialect:
 
 def rows_of(piece: Piece, form: RowsForm) -> Base64 | RoutedExperts | None:
     """The piece's rows in the given form, null if it carries none."""
-    rows_TLK = piece.rows_TLK
-    return None if rows_TLK is None else format_rows(rows_TLK, piece.rows_start, form)
+    return None if piece.rows is None else format_rows(piece.rows, piece.rows_start, form)
 
 
 def masks_of(tokens: Sequence[SampledToken]) -> list[list[int]] | None:

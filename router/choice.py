@@ -61,7 +61,7 @@ class ChoiceReader:
         assert not self.ended, "the choice has ended"
         if self._prompt_only:
             return self._without_tokens(chunk)
-        texts, stop = self._texts(chunk)
+        texts, stop = ((), None) if self._detokenizer is None else self._texts(chunk, self._detokenizer)
         if stop is not None:
             chunk = chunk.cut(len(texts), Finish(FinishReason.STOP, stop_string=stop))
         self.ended = chunk.finish is not None
@@ -72,21 +72,20 @@ class ChoiceReader:
         """What was held back, and U+FFFD for a cut character."""
         return "" if self._detokenizer is None else self._matcher.finish() + self._detokenizer.finish()
 
-    def _texts(self, chunk: Chunk) -> tuple[tuple[str, ...], str | None]:
+    def _texts(self, chunk: Chunk, detokenizer: Detokenizer) -> tuple[tuple[str, ...], str | None]:
         """What each token releases, up to the one that completes a stop string, and that string.
 
         As in vLLM, a stop or end-of-sequence id that ends the choice is no part of its text.
         """
         texts: list[str] = []
-        if self._detokenizer is not None:
-            for at, token in enumerate(chunk.tokens, start=1):
-                if self._is_stop_token(chunk, at):
-                    texts.append("")
-                    break
-                shown, stop = self._matcher.feed(self._detokenizer.feed(token.token_id))
-                texts.append(shown)
-                if stop is not None:
-                    return tuple(texts), stop
+        for at, token in enumerate(chunk.tokens, start=1):
+            if self._is_stop_token(chunk, at):
+                texts.append("")
+                break
+            shown, stop = self._matcher.feed(detokenizer.feed(token.token_id))
+            texts.append(shown)
+            if stop is not None:
+                return tuple(texts), stop
         return tuple(texts), None
 
     def _is_stop_token(self, chunk: Chunk, at: int) -> bool:

@@ -45,14 +45,19 @@ def aborted(choice: int) -> Chunk:
 
 
 def chunk_from_pb(message: decode_pb2.TokenChunk) -> Chunk:
-    reason = finish_from_pb(message.finish_reason)
-    stop = message.stop_token_id if message.HasField("stop_token_id") else None
     return Chunk(
-        tokens=tuple(token_from_pb(token) for token in message.tokens),
+        tokens=tuple([token_from_pb(token) for token in message.tokens]),
         rows=message.routing_rows,
         num_rows=message.num_rows,
-        finish=None if reason is None else Finish(reason, stop),
+        finish=_finish(message) if message.finish_reason else None,
         num_cached_tokens=message.num_cached_tokens,
         choice=message.choice,
         prompt_logprobs=message.prompt_logprobs,
     )
+
+
+def _finish(message: decode_pb2.TokenChunk) -> Finish | None:
+    reason = finish_from_pb(message.finish_reason)
+    if reason is None:
+        return None
+    return Finish(reason, message.stop_token_id if message.HasField("stop_token_id") else None)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from aiohttp import web
 from structlog import get_logger
@@ -44,6 +44,26 @@ class ClientWriter:
         else:
             with self._watched():
                 await self._response.write(b"".join(parts))
+
+    @property
+    def is_clear(self) -> bool:
+        """The response has begun, and all of it so far has gone out: `write_now` will not pile anything up."""
+        transport = self._request.transport
+        return transport is not None and self._response.prepared and transport.get_write_buffer_size() == 0
+
+    def write_now(self, *parts: bytes) -> None:
+        """As `write` where `is_clear`, but returns whether or not the client has room for more; not for what is large.
+
+        Raises:
+            ConnectionResetError: the client left.
+        """
+        data = b"".join(parts)
+        self.num_bytes += len(data)
+        writing = self._response.write(data)
+        # aiohttp hands everything to the transport before it would wait.
+        with suppress(StopIteration):
+            writing.send(None)
+        writing.close()
 
     def _has_room(self, num_bytes: int) -> bool:
         """Whether so many bytes can be written without waiting for the client, so that nobody needs to watch it."""

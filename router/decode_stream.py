@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -27,8 +27,10 @@ DecodeEvent = Chunk | prefill_pb2.Lease | decode_pb2.LocalPrefill
 class DecodeStream:
     """Reader of the feed, and of the call beside it. Without a place in the feed it is the call's only reader."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, pass_on_now: Callable[[Chunk], bool] = lambda _: False) -> None:
+        """`pass_on_now` may take what comes in the feed while `next` waits for it; False leaves it to `next`."""
         self._worker = worker
+        self._pass_on_now = pass_on_now
         self._place: Place | None = None
         self._reading: asyncio.Task[None] | None = None
         #: Came in the feed: chunks with their numbers.
@@ -86,8 +88,18 @@ class DecodeStream:
                 raise self._error
 
     def take(self, message: decode_pb2.TokenChunk) -> None:
-        self._fed.append((message.seq, chunk_from_pb(message)))
-        self._wake()
+        chunk = chunk_from_pb(message)
+        if self._is_awaited(message.seq) and self._pass_on_now(chunk):
+            self._count_fed()
+        else:
+            self._fed.append((message.seq, chunk))
+            self._wake()
+
+    def _is_awaited(self, seq: int) -> bool:
+        """Whether `next` waits, and would return that event."""
+        if seq != self._num_taken or self._waiting is None or self._waiting.done():
+            return False
+        return self._reading is not None and not self._reading.done()
 
     def fail(self, error: MoerelayError) -> None:
         self._error = self._error or error
@@ -112,10 +124,13 @@ class DecodeStream:
     def _take_fed(self) -> Chunk | None:
         if not self._fed or self._fed[0][0] != self._num_taken:
             return None
+        self._count_fed()
+        return self._fed.popleft()[1]
+
+    def _count_fed(self) -> None:
         assert self._place is not None, "the feed has chunks for those who have a place in it"
         self._num_taken += 1
         self._place.consumed()
-        return self._fed.popleft()[1]
 
     async def _wait(self) -> None:
         """Until there may be something new. What has come is told before an error is."""

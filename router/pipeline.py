@@ -17,7 +17,8 @@ from router.fleet import Fleet, Pair
 from router.live import LivePrompt, LiveRequest
 from router.placement.subject import Subject
 from router.plan import Plan
-from router.prompt_run import Observer, PromptRun, Sink
+from router.prompt_run import PromptRun
+from router.sink import Observer, Sink
 
 #: An abort may overtake the request it is for by the time a worker needs to take the request in.
 ABORT_RETRY_S = 0.1
@@ -76,7 +77,7 @@ class Pipeline:
                 observer.placed(time.monotonic() - began)
                 if live.aborted:
                     for choice in range(plan.sampling.n):
-                        await sink(plan, aborted(choice))
+                        await sink.take(plan, aborted(choice))
                     return
                 if pair.fallback:
                     observer.fell_back()

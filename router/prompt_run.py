@@ -2,9 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Protocol
 
 import structlog
 
@@ -20,11 +18,8 @@ from router.dependence import Dependence
 from router.fleet import Pair
 from router.live import LivePrompt, LiveRequest
 from router.plan import Plan
+from router.sink import Observer, Sink
 from router.worker import Worker
-
-#: Receives the chunks of a prompt's choices, those of one choice in order; the pipeline waits for it, so a slow client
-#: slows its decode call down. True: the choice has ended, by the chunk's finish reason or by what the text says.
-Sink = Callable[[Plan, Chunk], Awaitable[bool]]
 
 #: Decode ends its call right after the finish reason, and has acknowledged the handoff long before. A call that does
 #: not return by then has nothing left to tell and must not hold the client's stream open.
@@ -34,22 +29,6 @@ CLOSING_GRACE_S = 0.5
 CAUSE_WAIT_S = 0.5
 
 log = structlog.get_logger()
-
-
-class Observer(Protocol):
-    """Is told where prompts were computed."""
-
-    def placed(self, took_s: float) -> None:
-        """Workers for a prompt were found and can be reached."""
-        ...
-
-    def prefilled(self, reply: prefill_pb2.PrefillReply) -> None:
-        """A prefill worker has handed a prompt over."""
-        ...
-
-    def fell_back(self) -> None:
-        """A prompt goes to a decode worker as a whole, because no prefill worker is healthy."""
-        ...
 
 
 class PromptRun:
@@ -86,6 +65,8 @@ class PromptRun:
         self._broken = False
         #: Something of the answer has been passed on, so that the prompt cannot begin anew.
         self._passed_on = False
+        #: Of `_pass_on_now`.
+        self._error: Exception | None = None
         #: The worker that did not take the prompt, of which nothing has been passed on; another pair may run it.
         self.refused_by: Worker | None = None
 
@@ -97,7 +78,7 @@ class PromptRun:
         """Relays the decode stream to its end. Raises as soon as a call fails or the request does."""
         decode = self._pair.decode
         async with task_group() as group:
-            stream = DecodeStream(decode)
+            stream = DecodeStream(decode, self._pass_on_now)
             with stream.opened(self._decode_request(), group):
                 if self._pair.prefill:
                     group.create_task(self._watch_prefill(self._pair.prefill))
@@ -111,7 +92,7 @@ class PromptRun:
                     decode.breaker.succeeded()
                 if last:
                     # Outside the guards: what goes wrong while the client takes the last chunk changes nothing now.
-                    await self._sink(self._plan, last)
+                    await self._sink.take(self._plan, last)
                     await self._close(stream)
                 else:
                     await self._end_early(stream)
@@ -123,6 +104,8 @@ class PromptRun:
         """
         while self._open:
             chunk = await self._next_event(stream)
+            if self._error is not None:
+                raise self._error
             if isinstance(chunk, prefill_pb2.Lease | decode_pb2.LocalPrefill):
                 current_span().past("router.lease", time.monotonic() - self._began)
             if isinstance(chunk, prefill_pb2.Lease):
@@ -135,11 +118,24 @@ class PromptRun:
             self._handed_over = self._handed_over or bool(chunk.tokens or chunk.finish)
             if chunk.finish is not None and self._open == {chunk.choice}:
                 return chunk
-            if chunk.choice in self._open and await self._sink(self._plan, chunk):
+            if chunk.choice in self._open and await self._sink.take(self._plan, chunk):
                 self._open.discard(chunk.choice)
                 if chunk.finish is None and self._open:
                     group.create_task(self._drop(chunk.choice))
         return None
+
+    def _pass_on_now(self, chunk: Chunk) -> bool:
+        """Passes on what comes while `_relay` waits, if there is nothing else to do about it and the client has room.
+
+        One chunk of each of many requests comes at the same moment: to wake their tasks costs as much as the chunks.
+        """
+        if not self._handed_over or chunk.finish is not None or chunk.choice not in self._open:
+            return False
+        try:
+            return self._sink.take_now(self._plan, chunk)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this prompt, and not the feed of all
+            self._error = error
+            return False
 
     async def _drop(self, choice: int) -> None:
         """Nobody wants more of this choice; the others go on."""

@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
-from common.routing.codec import npy_header, numpy2base64
+from common.routing.codec import npy2base64, npy_header
 from common.routing.record import RoutingArray
 from router.forms import LARGE_TEXT_BYTES, Base64, LargeText, RoutedExperts
+from router.rows import Rows
 
 RowsForm = Literal["npy", "dict", "skyrl"]
 
@@ -16,14 +17,17 @@ RowsForm = Literal["npy", "dict", "skyrl"]
 _SKYRL_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int32))
 
 
-def format_rows(rows_TLK: RoutingArray, start: int, form: RowsForm) -> Base64 | RoutedExperts:
+def format_rows(rows: Rows, start: int, form: RowsForm) -> Base64 | RoutedExperts:
     """Rows of positions [start, start + T).
 
     With "skyrl" the dtype is the smallest of uint8, int16 and int32 that holds the values of this very array; else it
     is the model's.
     """
+    if form == "npy" and rows.num_bytes < LARGE_TEXT_BYTES:
+        return npy2base64(rows.data, rows.layout.wire_dtype, rows.shape)
+    rows_TLK = rows.array_TLK
     if form == "npy":
-        return _npy(rows_TLK)
+        return _large_npy(rows_TLK)
     return payload(rows_TLK.astype(_smallest(rows_TLK)) if form == "skyrl" else rows_TLK, start)
 
 
@@ -38,12 +42,9 @@ def payload(rows_TLK: RoutingArray, start: int) -> RoutedExperts:
     )
 
 
-def _npy(rows_TLK: RoutingArray) -> Base64:
-    if rows_TLK.nbytes < LARGE_TEXT_BYTES:
-        return numpy2base64(rows_TLK)
-    contiguous = np.ascontiguousarray(rows_TLK)
-    header = np.frombuffer(npy_header(contiguous.dtype, contiguous.shape), np.uint8)
-    return base64_of(np.concatenate([header, contiguous.reshape(-1).view(np.uint8)]))
+def _large_npy(rows_TLK: RoutingArray) -> Base64:
+    header = np.frombuffer(npy_header(rows_TLK.dtype, rows_TLK.shape), np.uint8)
+    return base64_of(np.concatenate([header, rows_TLK.reshape(-1).view(np.uint8)]))
 
 
 def base64_of(array: npt.NDArray[np.generic]) -> Base64:

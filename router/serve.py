@@ -10,17 +10,17 @@ from typing import TypeVar
 from aiohttp import web
 
 from common.routing.codec import numpy2base64
-from common.routing.record import RoutingArray
 from common.sampling import Finish, FinishReason
 from router.choice import ChoiceReader, ReadChunk, VersionSpans
 from router.chunk import Chunk
-from router.client import send_json
+from router.client import MAX_WRITE_BYTES, send_json
 from router.forms import Json
 from router.job import REQUEST_ID_HEADER, SESSION_HEADER, ChoiceState, Dialect, Job, Outcome, TokenCount
 from router.keys import FLEET, GRAMMARS, LIVE, METRICS, MODEL, PIPELINE, PLANNER, SETTINGS, TEXT, TRACING
 from router.metrics import EVENTS_PER_SAMPLE, RequestClock
 from router.plan import Ask, ModelLimits, Plan
 from router.request_log import told
+from router.rows import Rows
 from router.sse import FRAMING_BYTES, EventStream
 from router.stitch import DeltaStitcher, FinalStitcher, Piece, Stitcher, Whole
 from router.validate import check_model_name, request_id
@@ -65,7 +65,7 @@ async def serve(
             told(job.request_id, clock, span),
         ):
             answer = _Stream(request, job, dialect) if incoming.stream else _WholeAnswer(request, job, dialect)
-            await app[PIPELINE].run(job.plans, answer.take, live, app[METRICS])
+            await app[PIPELINE].run(job.plans, answer, live, app[METRICS])
             return await answer.end()
 
 
@@ -108,6 +108,8 @@ class _Choice:
     def __init__(self, job: Job, plan: Plan, choice: int) -> None:
         self.reader = ChoiceReader(plan, job.tokenizer)
         self.state = ChoiceState(plan.choice_index(choice), choice, plan, self.reader.versions)
+        #: By a stop string, so that any chunk may be its last.
+        self.may_end_early = bool(plan.text.stops.texts)
         self._job = job
 
     def read(self, chunk: Chunk) -> ReadChunk:
@@ -143,6 +145,13 @@ class _WholeAnswer:
         whole.feed(choice.read(chunk))
         return choice.reader.ended
 
+    def take_now(self, plan: Plan, chunk: Chunk) -> bool:
+        choice, whole = self._choices[plan.index, chunk.choice]
+        if choice.may_end_early:
+            return False
+        whole.feed(choice.read(chunk))
+        return True
+
     async def end(self) -> web.StreamResponse:
         outcomes = [Outcome(choice.state, whole.piece()) for choice, whole in self._choices.values()]
         for (choice, _), outcome in zip(self._choices.values(), outcomes, strict=True):
@@ -175,7 +184,7 @@ class _Stream:
         }
 
     async def take(self, plan: Plan, chunk: Chunk) -> bool:
-        if self._job.clock.num_events % EVENTS_PER_SAMPLE == 0:
+        if self._is_sampled:
             return await self._take_timed(plan, chunk)
         choice, stitcher = self._choices[plan.index, chunk.choice]
         for piece in stitcher.feed(choice.read(chunk)):
@@ -183,6 +192,32 @@ class _Stream:
                 await self._events.send(self._opening.pop(0))
             await self._events.send_made(partial(self._event, choice, piece))
         return choice.reader.ended
+
+    def take_now(self, plan: Plan, chunk: Chunk) -> bool:
+        choice, stitcher = self._choices[plan.index, chunk.choice]
+        if not self._is_steady(choice) or not self._events.is_clear:
+            return False
+        sampled, began = self._is_sampled, time.perf_counter()
+        pieces = stitcher.feed(choice.read(chunk))
+        stitched = time.perf_counter()
+        events = [self._event_now(choice, piece) for piece in pieces]
+        made = time.perf_counter()
+        for event in events:
+            if event is not None:
+                self._events.send_now(event)
+        if sampled and pieces:
+            self._job.clock.event_took(stitched - began, made - stitched, time.perf_counter() - made)
+        return True
+
+    def _is_steady(self, choice: _Choice) -> bool:
+        """Whether any chunk but the last makes a small event: the choice has begun, and repeats no long text."""
+        is_short = not self._dialect.is_cumulative or choice.state.num_bytes < MAX_WRITE_BYTES
+        return is_short and choice.state.num_events > 0 and not choice.may_end_early
+
+    @property
+    def _is_sampled(self) -> bool:
+        """Whether the next event is one of those that are timed."""
+        return self._job.clock.num_events % EVENTS_PER_SAMPLE == 0
 
     async def _take_timed(self, plan: Plan, chunk: Chunk) -> bool:
         """As `take`, and tells how long each part of it took."""
@@ -217,9 +252,18 @@ class _Stream:
     async def _event(self, choice: _Choice, piece: Piece, first: bool) -> Json | None:
         choice.count(piece)
         encode = partial(self._dialect.event, self._job, choice.state, piece, first=first)
-        event = await encoded(self._estimate(choice.state, piece), encode)
-        choice.state.num_events += event is not None
-        self._job.clock.num_events += event is not None
+        return self._made(choice, await encoded(self._estimate(choice.state, piece), encode))
+
+    def _event_now(self, choice: _Choice, piece: Piece) -> Json | None:
+        """As `_event`, of one in the middle of the stream that is small."""
+        choice.count(piece)
+        return self._made(choice, self._dialect.event(self._job, choice.state, piece, first=False))
+
+    def _made(self, choice: _Choice, event: Json | None) -> Json | None:
+        """Counts an event that is about to be sent, if there is one."""
+        if event is not None:
+            choice.state.num_events += 1
+            self._job.clock.num_events += 1
         self._job.clock.num_bytes = self._events.num_bytes
         return event
 
@@ -244,10 +288,10 @@ class _Stream:
         state = ChoiceState(
             plan.choice_index(choice), choice, plan, versions, num_tokens=long, num_events=0 if first else 1
         )
-        no_rows: RoutingArray = self._job.limits.layout.empty(0)
-        piece = Piece(rows=(no_rows,), rows_start=long, finish=Finish(FinishReason.LENGTH, stop_string=_longest(plan)))
+        no_rows = Rows(self._job.limits.layout, 0, ())
+        piece = Piece(rows=no_rows, rows_start=long, finish=Finish(FinishReason.LENGTH, stop_string=_longest(plan)))
         event = self._dialect.event(self._job, state, piece, first=first) or ()
-        return sum(map(len, event)) - len(numpy2base64(no_rows)) + ENVELOPE_SLACK_BYTES
+        return sum(map(len, event)) - len(numpy2base64(no_rows.array_TLK)) + ENVELOPE_SLACK_BYTES
 
 
 def _longest(plan: Plan) -> str:

@@ -55,6 +55,15 @@ class EventStream:
             self._started = True
             await self._client.write(*_framed(json))
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether `send_now` may be used: the stream has begun, and nothing that was sent waits to go out."""
+        return self._client.is_clear and not self._lock.locked()
+
+    def send_now(self, json: Json) -> None:
+        """As `send`, without waiting. Raises ConnectionResetError if the client left."""
+        self._client.write_now(*_framed(json))
+
     async def send_made(self, make: MakeEvent) -> None:
         """As `send`, with an event that is made when its turn has come."""
         async with self._lock:

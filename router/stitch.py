@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from common.errors import RoutingMissingError
 from common.routing.record import RoutingArray, RoutingLayout
 from common.sampling import Finish, FinishReason, SampledToken
 from router.choice import ReadChunk
 from router.plan import Plan
+from router.rows import Rows
 
 #: Bytes before the data in an .npy file of a routing array.
 NPY_HEADER_BYTES = 128
@@ -26,10 +26,10 @@ TokenCost = Callable[[SampledToken, str], int]
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What one event says about one choice. `rows` are the parts of its array, None when it carries none."""
+    """What one event says about one choice. `rows` is None when it carries no array."""
 
     tokens: tuple[SampledToken, ...] = ()
-    rows: tuple[RoutingArray, ...] | None = None
+    rows: Rows | None = None
     #: Position of the first row.
     rows_start: int = 0
     finish: Finish | None = None
@@ -39,14 +39,11 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def rows_TLK(self) -> RoutingArray | None:
-        """The array of the event; joined anew each time, because all rows of a choice may take a while."""
-        if self.rows is None:
-            return None
-        return self.rows[0] if len(self.rows) == 1 else np.concatenate(self.rows)
+        return None if self.rows is None else self.rows.array_TLK
 
 
-def _num_bytes(rows: tuple[RoutingArray, ...] | None, tokens: Sequence[SampledToken]) -> int:
-    return sum(part.nbytes for part in rows or ()) + sum(token_bytes(token, "") for token in tokens)
+def _num_bytes(rows: Rows | None, tokens: Sequence[SampledToken]) -> int:
+    return (0 if rows is None else rows.num_bytes) + sum(token_bytes(token, "") for token in tokens)
 
 
 class RowLedger:
@@ -55,19 +52,15 @@ class RowLedger:
     def __init__(self, plan: Plan, layout: RoutingLayout) -> None:
         self.enabled = plan.routing_start is not None
         self._plan = plan
-        self._layout = layout
+        self._row_bytes = layout.row_bytes
         self.start = plan.routing_start or 0
         self.num_prompt_rows = plan.prompt_len - self.start
         self.num_tokens = 0
         self.num_rows = 0
         self._finish: Finish | None = None
 
-    def add(self, read: ReadChunk) -> RoutingArray:
-        """Views the chunk's rows as [num_rows, L, K].
-
-        Raises:
-            RoutingMissingError: a row is missing, or there is one too many.
-        """
+    def add(self, read: ReadChunk) -> None:
+        """Raises RoutingMissingError if a row is missing, there is one too many, or they have another size."""
         chunk = read.chunk
         self.num_tokens += len(chunk.tokens)
         self.num_rows += chunk.num_rows
@@ -77,10 +70,11 @@ class RowLedger:
                 f"{self._plan.request_id}: {self.num_rows} routing rows after {self.num_tokens} tokens of a prompt of "
                 f"{self._plan.prompt_len} from {self._plan.routing_start}"
             )
-        try:
-            return self._layout.from_bytes(chunk.rows, chunk.num_rows)
-        except ValueError as error:
-            raise RoutingMissingError(f"{self._plan.request_id}: {error}") from error
+        if len(chunk.rows) != chunk.num_rows * self._row_bytes:
+            raise RoutingMissingError(
+                f"{self._plan.request_id}: {len(chunk.rows)} bytes of routing rows where {chunk.num_rows} rows need "
+                f"{chunk.num_rows * self._row_bytes}"
+            )
 
     def _complete(self) -> bool:
         if not self.enabled:
@@ -107,20 +101,21 @@ class Whole:
     def __init__(self, plan: Plan, layout: RoutingLayout) -> None:
         self._ledger = RowLedger(plan, layout)
         self._layout = layout
-        self._rows: list[RoutingArray] = []
+        self._rows: list[bytes] = []
         self._texts: list[str] = []
         self.tokens: list[SampledToken] = []
         self.finish: Finish | None = None
 
     def feed(self, read: ReadChunk) -> None:
-        self._rows.append(self._ledger.add(read))
+        self._ledger.add(read)
+        self._rows.append(read.chunk.rows)
         self.tokens.extend(read.chunk.tokens)
         self._texts += (*read.texts, read.tail)
         self.finish = read.chunk.finish
 
-    def rows(self) -> tuple[RoutingArray, ...] | None:
-        """All rows so far, at least one part; None when none are owed."""
-        return None if self._ledger.void else (self._layout.empty(0), *self._rows)
+    def rows(self) -> Rows | None:
+        """All rows so far; None when none are owed."""
+        return None if self._ledger.void else Rows(self._layout, self._ledger.num_rows, tuple(self._rows))
 
     def piece(self) -> Piece:
         """Everything so far."""
@@ -136,13 +131,14 @@ class FinalStitcher:
         self._whole = Whole(plan, layout)
         self._start = plan.routing_start or 0
 
-    def feed(self, read: ReadChunk) -> Iterator[Piece]:
+    def feed(self, read: ReadChunk) -> Sequence[Piece]:
         self._whole.feed(read)
         chunk = read.chunk
-        if chunk.tokens or chunk.finish:
-            rows = self._whole.rows() if chunk.finish else None
-            text, num_bytes = "".join((*read.texts, read.tail)), _num_bytes(rows, chunk.tokens)
-            yield Piece(chunk.tokens, rows, self._start, chunk.finish, text, num_bytes)
+        if not chunk.tokens and not chunk.finish:
+            return ()
+        rows = self._whole.rows() if chunk.finish else None
+        text, num_bytes = "".join((*read.texts, read.tail)), _num_bytes(rows, chunk.tokens)
+        return (Piece(chunk.tokens, rows, self._start, chunk.finish, text, num_bytes),)
 
 
 @dataclass(slots=True)
@@ -179,42 +175,58 @@ class DeltaStitcher:
         token_cost: TokenCost,
     ) -> None:
         self._ledger = RowLedger(plan, layout)
+        self._layout = layout
         self._row_bytes = layout.row_bytes
         self._budget = first_budget_bytes
         self._later_budget = budget_bytes
         self._token_cost = token_cost
         self._sent_array = False
 
-    def feed(self, read: ReadChunk) -> Iterator[Piece]:
+    def feed(self, read: ReadChunk) -> Sequence[Piece]:
         """The chunk as events, in order; each keeps the rule of the module's docstring."""
         tokens_before, rows_before = self._ledger.num_tokens, self._ledger.num_rows
-        rows_TLK = self._ledger.add(read)
-        drafts = self._uncut(read) or list(self._cut(read, tokens_before))
+        self._ledger.add(read)
+        rows_start = self._ledger.start + rows_before
+        uncut = self._uncut(read, rows_start)
+        if uncut is not None:
+            return (uncut,)
+        rows, pieces = memoryview(read.chunk.rows), []
+        drafts = list(self._cut(read, tokens_before))
         for at, draft in enumerate(drafts):
             last = at == len(drafts) - 1
             finish = read.chunk.finish if last else None
-            array_TLK = self._array(rows_TLK, draft, finish)
-            yield Piece(
+            part = rows[draft.first_row * self._row_bytes : draft.end_row * self._row_bytes]
+            piece = Piece(
                 tokens=tuple(draft.tokens),
-                rows=None if array_TLK is None else (array_TLK,),
-                rows_start=self._ledger.start + rows_before + draft.first_row,
+                rows=self._rows(part, draft.end_row - draft.first_row, finish),
+                rows_start=rows_start + draft.first_row,
                 finish=finish,
                 text="".join(draft.texts) + (read.tail if last else ""),
-                num_bytes=draft.token_bytes + (0 if array_TLK is None else array_TLK.nbytes),
+                num_bytes=draft.token_bytes + len(part),
             )
+            pieces.append(piece)
+        return pieces
 
-    def _uncut(self, read: ReadChunk) -> list[_Draft] | None:
+    def _uncut(self, read: ReadChunk, rows_start: int) -> Piece | None:
         """The chunk as one event, if it fits: what `_cut` would find as well, token by token."""
         chunk, cost = read.chunk, self._token_cost
         if read.texts:
             token_bytes = sum(map(cost, chunk.tokens, read.texts))
         else:
             token_bytes = sum([cost(token, "") for token in chunk.tokens])
-        draft = _Draft(0, chunk.num_rows, list(chunk.tokens), list(read.texts), token_bytes)
-        if (draft.empty and not chunk.finish) or self._size(draft, 0, 0) > self._budget:
+        if token_bytes + base64_bytes(len(chunk.rows)) > self._budget:
+            return None
+        if not chunk.tokens and not chunk.rows and not chunk.finish:
             return None
         self._budget = self._later_budget
-        return [draft]
+        return Piece(
+            tokens=chunk.tokens,
+            rows=self._rows(chunk.rows, chunk.num_rows, chunk.finish),
+            rows_start=rows_start,
+            finish=chunk.finish,
+            text="".join(read.texts) + read.tail,
+            num_bytes=token_bytes + len(chunk.rows),
+        )
 
     def _cut(self, read: ReadChunk, tokens_before: int) -> Iterator[_Draft]:
         chunk = read.chunk
@@ -259,12 +271,12 @@ class DeltaStitcher:
         num_rows = draft.end_row - draft.first_row + num_more_rows
         return draft.token_bytes + more_token_bytes + base64_bytes(num_rows * self._row_bytes)
 
-    def _array(self, rows_TLK: RoutingArray, draft: _Draft, finish: Finish | None) -> RoutingArray | None:
+    def _rows(self, part: bytes | memoryview, num_rows: int, finish: Finish | None) -> Rows | None:
         owed_empty = finish is not None and not self._sent_array and not self._ledger.void
-        if not self._ledger.enabled or (draft.first_row == draft.end_row and not owed_empty):
+        if not self._ledger.enabled or (num_rows == 0 and not owed_empty):
             return None
         self._sent_array = True
-        return rows_TLK[draft.first_row : draft.end_row]
+        return Rows(self._layout, num_rows, (part,))
 
 
 Stitcher = DeltaStitcher | FinalStitcher

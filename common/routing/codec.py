@@ -1,4 +1,4 @@
-"""Wire forms of routing rows. `numpy2base64` is the only place where an array becomes text."""
+"""Wire forms of routing rows. `npy2base64` is the only place where an array becomes text."""
 
 import io
 from functools import lru_cache
@@ -22,7 +22,12 @@ def numpy2base64(array: npt.NDArray[np.generic]) -> str:
         ValueError: the dtype is object.
     """
     contiguous = np.ascontiguousarray(array)
-    return pybase64.b64encode_as_string(npy_header(contiguous.dtype, contiguous.shape) + contiguous.tobytes())
+    return npy2base64(contiguous.tobytes(), contiguous.dtype, contiguous.shape)
+
+
+def npy2base64(data: bytes | memoryview, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> str:
+    """As `numpy2base64`, of an array that is C-order bytes already."""
+    return pybase64.b64encode_as_string(b"".join((npy_header(dtype, shape), data)))
 
 
 #: Shapes of a stream's events are few: rows of one token, of a burst, of a prompt's chunk.

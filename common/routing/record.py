@@ -1,6 +1,7 @@
 """The routing record: dtype and shape of expert ids. Shape suffixes: T positions, L layers, K experts per token."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +10,7 @@ import numpy.typing as npt
 RoutingArray = npt.NDArray[np.integer]
 
 
+@cache
 def routing_dtype(num_experts: int) -> np.dtype[np.unsignedinteger] | np.dtype[np.int32]:
     """uint8 up to 256 experts, uint16 up to 65,536, int32 beyond: by the model, never by the values."""
     if num_experts <= 256:
@@ -31,6 +33,11 @@ class RoutingLayout:
         return routing_dtype(self.num_experts)
 
     @property
+    def wire_dtype(self) -> np.dtype[np.integer]:
+        """As rows travel between processes: little-endian."""
+        return self.dtype.newbyteorder("<")
+
+    @property
     def row_bytes(self) -> int:
         return self.num_layers * self.top_k * self.dtype.itemsize
 
@@ -44,4 +51,4 @@ class RoutingLayout:
             raise ValueError(
                 f"{len(data)} bytes of routing rows where {num_rows} rows need {num_rows * self.row_bytes}"
             )
-        return np.frombuffer(data, self.dtype.newbyteorder("<")).reshape(num_rows, self.num_layers, self.top_k)
+        return np.frombuffer(data, self.wire_dtype).reshape(num_rows, self.num_layers, self.top_k)

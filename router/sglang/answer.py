@@ -120,9 +120,8 @@ class SglangDialect:
         """Adds what only the last event of a choice carries, because it would be too large to repeat."""
         if self.options.logprobs:
             self._add_input_logprobs(meta, state.plan, job.prompt_logprobs(state.plan), tokenizer)
-        rows_TLK = piece.rows_TLK
-        if rows_TLK is not None:
-            meta.routed_experts, meta.routed_experts_start_len = flat_int32(rows_TLK), piece.rows_start
+        if piece.rows is not None:
+            meta.routed_experts, meta.routed_experts_start_len = flat_int32(piece.rows.array_TLK), piece.rows_start
 
     def _add_input_logprobs(
         self, meta: SglangMetaInfo, plan: Plan, scores: PromptLogprobs | None, tokenizer: Tokenizer | None

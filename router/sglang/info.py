@@ -38,14 +38,21 @@ async def health_generate(request: web.Request) -> web.Response:
 
 
 async def _generate_one(app: web.Application) -> None:
-    async def take(_: Plan, chunk: Chunk) -> bool:
-        return chunk.finish is not None
-
     sampling = SamplingFields(max_tokens=1, temperature=0, return_routed_experts=False)
     name = request_id(None, None, "health")
     plans = app[PLANNER].plan(Ask([HEALTH_PROMPT], sampling), name, ModelLimits.of(app[FLEET].model()))
     with app[LIVE].register(name) as live:
-        await app[PIPELINE].run(plans, take, live, _Unobserved())
+        await app[PIPELINE].run(plans, _Unread(), live, _Unobserved())
+
+
+class _Unread:
+    """What is generated interests nobody."""
+
+    async def take(self, plan: Plan, chunk: Chunk) -> bool:
+        return chunk.finish is not None
+
+    def take_now(self, plan: Plan, chunk: Chunk) -> bool:
+        return False
 
 
 class _Unobserved:

@@ -104,8 +104,9 @@ class Script:
     #: Tokens after which decode raises `decode_error`, or ends its stream without a finish reason if that is None.
     break_after: int | None = None
     decode_error: MoerelayError | None = None
-    #: Rows dropped from the last chunk.
+    #: Rows dropped from the last chunk, or from the one that begins with token `missing_at`.
     missing_rows: int = 0
+    missing_at: int | None = None
     #: What prefill raises, once `prefill_go` is set.
     prefill_error: MoerelayError | None = None
     prefill_go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -320,7 +321,8 @@ def _choice_chunks(request: decode_pb2.GenerateRequest, script: Script, choice: 
         part = tokens[first : first + script.chunk_tokens]
         end = prompt_len + first + len(part) - 1
         last = first + len(part) == len(tokens)
-        message = _message(request, script, part, row, end - (script.missing_rows if last else 0), choice)
+        lacks = last if script.missing_at is None else first == script.missing_at
+        message = _message(request, script, part, row, end - (script.missing_rows if lacks else 0), choice)
         if first == 0 and choice == 0 and request.sampling.HasField("prompt_logprobs"):
             message.prompt_logprobs = expected_prompt_logprobs(request.token_ids, request.sampling.prompt_logprobs)
         if first == 0:

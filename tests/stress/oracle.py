@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+import msgspec
+
 from common.engine.solo import SoloResult, SoloRunner
 from common.model.batch import Chunk, StepOutput
 from common.model.runner import ModelRunner
@@ -55,7 +57,7 @@ class Oracle:
         """
         result = self._run(ask, choice, _shortest([version_of(label) % 2 for label in labels]))
         tokens = tuple(
-            replace(token, weight_version=label)
+            msgspec.structs.replace(token, weight_version=label)
             for token, label in zip_longest(result.tokens, labels[: len(result.tokens)], fillvalue=labels[-1])
             if not isinstance(token, str)
         )

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
 from common.engine.admission import Admission
@@ -84,7 +85,10 @@ def straddling_solo(request: EngineRequest, versions: Sequence[str], choice: int
         request.prompt, request.sampling, request.routing_start, choice=choice, matcher=request.matcher
     )
     labels = [*versions, *[versions[-1]] * len(result.tokens)]
-    tokens = (replace(token, weight_version=label) for token, label in zip(result.tokens, labels, strict=False))
+    tokens = (
+        msgspec.structs.replace(token, weight_version=label)
+        for token, label in zip(result.tokens, labels, strict=False)
+    )
     return replace(result, tokens=tuple(tokens))
 
 

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -252,7 +252,7 @@ def test_how_many_alternatives_are_told() -> None:
     zero = draw(logits, SamplingParams(1, temperature=0, logprobs=0))
     all_of_them = draw(logits, SamplingParams(1, temperature=0, logprobs=20))
     assert none == SampledToken(0)
-    assert zero == replace(all_of_them, top=())
+    assert zero == msgspec.structs.replace(all_of_them, top=())
     assert zero.logprob is not None
     assert zero.logprob.logprob == pytest.approx(-math.log(3))
     assert len(all_of_them.top) == 3

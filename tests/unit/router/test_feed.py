@@ -200,6 +200,55 @@ async def test_who_does_not_read_keeps_a_window_and_holds_up_nobody() -> None:
             assert await asyncio.wait_for(read(slow), 20) == expected_tokens(PROMPT, num_tokens)
 
 
+async def test_what_is_not_passed_on_at_once_comes_in_order() -> None:
+    """Chunks are offered while `next` waits for them; the others, and those that were refused, it returns."""
+    num_tokens = 2 * WINDOW_CHUNKS
+    told: list[int] = []
+    num_passed_on = 0
+
+    def pass_on_now(chunk: Chunk) -> bool:
+        nonlocal num_passed_on
+        if len(told) % 3 == 2 or chunk.finish:
+            return False
+        told.extend(token.token_id for token in chunk.tokens)
+        num_passed_on += 1
+        return True
+
+    async with decode_worker(Script(LONG)) as (fake, worker), task_group() as group:
+        stream = DecodeStream(worker, pass_on_now)
+        with stream.opened(request("r", num_tokens), group):
+            while True:
+                chunk = await asyncio.wait_for(stream.next(), 10)
+                assert isinstance(chunk, Chunk)
+                told += [token.token_id for token in chunk.tokens]
+                if chunk.finish:
+                    break
+        [feed] = fake.feeds
+        assert feed.num_chunks == num_tokens
+    assert told == expected_tokens(PROMPT, num_tokens)
+    assert num_passed_on > 0
+
+
+async def test_an_error_in_mid_stream_ends_that_request_and_not_the_feed() -> None:
+    script = Script(LONG, hold_after=3, missing_rows=1, missing_at=5)
+    async with running(script, both=True) as cluster:
+        await all_opened(cluster)
+        with_rows, without = body(20) | {"stream": True}, body(20, return_routed_experts=False) | {"stream": True}
+        async with (
+            cluster.http.post(GENERATE, json=with_rows) as broken,
+            cluster.http.post(GENERATE, json=without) as whole,
+        ):
+            await broken.content.readuntil(b"\n\n")
+            first = await whole.content.readuntil(b"\n\n")
+            script.release.set()
+            error = strict_json(split_events(await broken.read())[-1].decode())["error"]
+            choices = choice_events(parse_events(split_events(first + await whole.read())))
+        assert "routing rows after 6 tokens" in error["message"]
+        assert joined_tokens(choices) == expected_tokens(PROMPT, 20)
+        assert len(cluster.decode[0].feeds) == 1
+        await asyncio.wait_for(cluster.app[LIVE].wait_empty(), 10)
+
+
 async def test_what_came_before_the_feed_broke_is_told_before_the_error() -> None:
     async with decode_worker(Script(LONG, hold_after=4)) as (fake, worker), task_group() as group:
         stream = DecodeStream(worker)

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 import sys
+from itertools import pairwise
 from types import ModuleType
 
 import msgspec
@@ -15,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from common.routing.record import RoutingLayout
 from router import forms, response_schemas
 from router.openai import forms as openai_forms
 from router.openai import responses
+from router.rows import Rows
 from router.rows_format import format_rows
 from router.sglang import forms as sglang_forms
 from router.sglang import response_schemas as sglang_schemas
@@ -94,15 +97,21 @@ def test_an_answer_that_cannot_be_encoded_leaves_nothing_behind() -> None:
     assert json.loads(b"".join(parts))["data"] == "B" * 10
 
 
-@pytest.mark.parametrize("num_rows", [1364, 1366, 3000])
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
-def test_large_rows_are_the_bytes_that_numpy_saves(num_rows: int, dtype: str) -> None:
-    """On both sides of the size from which they are encoded in another way."""
+@pytest.mark.parametrize("num_rows", [0, 1, 1364, 1366, 3000])
+@pytest.mark.parametrize(("dtype", "num_experts"), [("uint8", 256), ("uint16", 257), ("int32", 65_537)])
+@pytest.mark.parametrize("cuts", [(), (0, 1), (5, 7)])
+def test_rows_are_the_bytes_that_numpy_saves(
+    num_rows: int, dtype: str, num_experts: int, cuts: tuple[int, ...]
+) -> None:
+    """However many parts they come in, and on both sides of the size from which they are encoded in another way."""
     rows_TLK = np.arange(num_rows * 48 * 8).reshape(num_rows, 48, 8).astype(dtype)
     file = io.BytesIO()
     np.save(file, rows_TLK)
+    ends = [0, *(min(cut, num_rows) for cut in cuts), num_rows]
+    parts = [rows_TLK[first:end].tobytes() for first, end in pairwise(ends)]
+    rows = Rows(RoutingLayout(48, 8, num_experts), num_rows, parts)
     for form, expected in ("npy", file.getvalue()), ("dict", rows_TLK.tobytes()):
-        made = format_rows(rows_TLK, 0, "npy" if form == "npy" else "dict")
+        made = format_rows(rows, 0, "npy" if form == "npy" else "dict")
         text = made.data if isinstance(made, forms.RoutedExperts) else made
         data = text.text if isinstance(text, forms.LargeText) else text.encode()
         assert base64.b64decode(data, validate=True) == expected

@@ -1,6 +1,7 @@
 """Rows as an object: dict payloads of /inference/v1/generate, and /skyrl/v1/generate. Read as the clients do."""
 
 import json
+import struct
 from typing import Any
 
 import msgspec
@@ -9,8 +10,10 @@ import numpy.typing as npt
 import pybase64
 import pytest
 
+from common.routing.record import RoutingLayout
 from router.forms import RoutedExperts
 from router.response_schemas import GenerateResponse, GenerateStreamResponse
+from router.rows import Rows
 from router.rows_format import format_rows
 from tests.fakes.fake_workers import Script, description, expected_rows, expected_tokens
 from tests.unit.router.cluster import Cluster, running, split_events
@@ -151,7 +154,8 @@ async def test_several_choices_and_offsets() -> None:
 
 @pytest.mark.parametrize(("largest", "dtype"), [(255, "uint8"), (256, "int16"), (32767, "int16"), (32768, "int32")])
 def test_dtypes_at_their_limits(largest: int, dtype: str) -> None:
-    payload = format_rows(np.array([[[0, largest]]], np.int32), 5, "skyrl")
+    rows = Rows(RoutingLayout(1, 2, 70_000), 1, (struct.pack("<2i", 0, largest),))
+    payload = format_rows(rows, 5, "skyrl")
     assert isinstance(payload, RoutedExperts)
     assert (payload.dtype, payload.shape, payload.start) == (dtype, [1, 1, 2], 5)
     np.testing.assert_array_equal(rows_of(msgspec.to_builtins(payload)), [[[0, largest]]])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -52,7 +53,7 @@ def told(**changes: object) -> Told:
 def with_token(index: int, **changes: object) -> Told:
     whole = told()
     tokens = list(whole.tokens)
-    tokens[index] = replace(tokens[index], **changes)  # type: ignore[arg-type]
+    tokens[index] = msgspec.structs.replace(tokens[index], **changes)
     return replace(whole, tokens=tuple(tokens))
 
 
