@@ -122,7 +122,7 @@ async def test_a_pause_is_no_reason_to_fall_back() -> None:
         await cluster.prefill[0].Pause(worker_pb2.PauseRequest(mode=worker_pb2.PAUSE_MODE_KEEP), NO_CONTEXT)
         await cluster.until_settled()
         status, answer = await cluster.post(BODY)
-        assert (status, answer["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert (status, answer["error"]["type"]) == (503, "PausedError")
         assert (await cluster.get("/ready"))[0] == 503
         assert (await cluster.get("/health"))[1]["fallback"] is False
         await cluster.prefill[0].Resume(worker_pb2.ResumeRequest(), NO_CONTEXT)
