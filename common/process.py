@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from common.errors import ConfigError
+
 #: A unix socket's path has 108 bytes on Linux and 104 on macOS, its closing zero included.
 MAX_SOCKET_PATH_BYTES = 103
 
@@ -50,8 +52,15 @@ def host_of(address: str) -> str:
 def write_ready_file(
     path: Path, address: str, control_address: str | None = None, local_address: str | None = None
 ) -> None:
-    """Writes {"address", "control_address", "local_address", "pid"} in one step, so that nobody reads half of it."""
+    """Writes {"address", "control_address", "local_address", "pid"} in one step, so that nobody reads half of it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     partial = path.with_suffix(".partial")
     addresses = {"address": address, "control_address": control_address, "local_address": local_address}
-    partial.write_text(json.dumps({**addresses, "pid": os.getpid()}))
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps({**addresses, "pid": os.getpid()}))
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--ready-file {path} cannot be written: {error.strerror}; name another file") from error

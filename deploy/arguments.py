@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from common.arguments import ArgumentParser
 from common.setting_types import parse_bytes
@@ -17,8 +18,8 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
 
 
-def integer(minimum: int) -> Callable[[str], int]:
-    """Parser of an integer that is at least `minimum`."""
+def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """Parser of an integer that is at least `minimum`, and at most `maximum` if given."""
 
     def parse(text: str) -> int:
         try:
@@ -27,17 +28,15 @@ def integer(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
         if value < minimum:
             raise argparse.ArgumentTypeError(f"{value} is too small; at least {minimum}")
+        if maximum is not None and value > maximum:
+            raise argparse.ArgumentTypeError(f"{value} is too large; at most {maximum}")
         return value
 
     return parse
 
 
-def port(text: str) -> int:
-    """A TCP port; 0 stands for a free one."""
-    value = integer(0)(text)
-    if value > 65_535:
-        raise argparse.ArgumentTypeError(f"{value} is no port; the highest is 65535")
-    return value
+#: Parser of a TCP port; 0 stands for a free one.
+port = integer(0, 65_535)
 
 
 def size(text: str) -> int:
@@ -52,7 +51,12 @@ def size(text: str) -> int:
 
 def url(text: str) -> str:
     """An http(s) URL without a closing slash."""
-    if not text.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(text)
+        is_url = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:  # a port that is none, brackets that do not close
+        is_url = False
+    if not is_url or not text.isprintable() or " " in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://127.0.0.1:8000")
     return text.rstrip("/")
 

@@ -5,9 +5,11 @@ Each command lives in its own module with `main(argv) -> exit code`, imported on
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
-from common.errors import STARTUP_EXIT_CODE, ConfigError, MoerelayError, StartupError
+from common.errors import STARTUP_EXIT_CODE, ConfigError
+from common.program import run_program
 
 #: Command → module and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -24,12 +26,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "version": ("deploy.version", "print the version"),
 }
 
-_FAILURE_EXIT_CODE = 1
-#: What a shell reports for a program that SIGINT ended.
-_INTERRUPTED_EXIT_CODE = 130
-
-_RED, _RESET = "\x1b[31m", "\x1b[0m"
-
 
 def usage() -> str:
     lines = [f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items()]
@@ -38,14 +34,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Errors are one line on stderr: code 2 before anything ran, else 1."""
-    try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
-    except MoerelayError as error:
-        red, reset = (_RED, _RESET) if sys.stderr.isatty() else ("", "")
-        print(f"moerelay: {red}error{reset}: {' '.join(error.message.split())}", file=sys.stderr)
-        return STARTUP_EXIT_CODE if isinstance(error, StartupError) else _FAILURE_EXIT_CODE
-    except KeyboardInterrupt:
-        return _INTERRUPTED_EXIT_CODE
+    return run_program("moerelay", partial(_dispatch, list(sys.argv[1:] if argv is None else argv)))
 
 
 def _dispatch(argv: list[str]) -> int:

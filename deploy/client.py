@@ -86,8 +86,19 @@ class ClusterClient:
         """Turns aiohttp's errors into ours."""
         try:
             yield
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise UnavailableError(
+                f"the certificate of {self._url} is not trusted: {error.certificate_error}; "
+                "name its authority in the variable SSL_CERT_FILE"
+            ) from error
+        except aiohttp.ClientConnectorSSLError as error:
+            raise UnavailableError(
+                f"{self._url} speaks no TLS that we do: {error.strerror or error}; is it meant to be http://?"
+            ) from error
         except aiohttp.ClientConnectorError as error:
-            raise UnavailableError(f"nothing answers at {self._url}: {error.strerror or error}") from error
+            raise UnavailableError(
+                f"nothing answers at {self._url}: {error.strerror or error}; does it run, and is --url right?"
+            ) from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: neither JSON nor UTF-8
             raise WorkerLostError(f"the answer of {self._url} broke off: {error or type(error).__name__}") from error
 
@@ -111,7 +122,9 @@ async def _json_of(response: aiohttp.ClientResponse) -> Json:
     try:
         error = _object(text)["error"]
     except (ValueError, KeyError):
-        raise InternalError(f"HTTP {response.status} from {response.url}: {text[:200]}") from None
+        raise InternalError(
+            f"HTTP {response.status} from {response.url}, which is no answer of a router: {text[:200]}; is --url right?"
+        ) from None
     raise _error_of(error)
 
 

@@ -17,6 +17,7 @@ from common.routing.record import RoutingArray
 from deploy.arguments import add_api_key_file, first_key, integer, token_ids, url
 from deploy.client import ClusterClient, Json, decode_rows, join_rows
 from deploy.expert_chart import chart_lines
+from deploy.terminal import stdout
 from deploy.text import TextStream, load_tokenizer
 
 #: Flags that are sent as they are; the server checks their ranges and names the field.
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     sampling["ignore_eos"] = arguments["ignore_eos"]
     prompt = arguments["prompt"] if arguments["token_ids"] is None else arguments["token_ids"]
     client = ClusterClient(arguments["url"], api_key=first_key(arguments["api_key_file"]))
-    return asyncio.run(generate(client, prompt, sampling, arguments["model"], Console(highlight=False)))
+    return asyncio.run(generate(client, prompt, sampling, arguments["model"], stdout()))
 
 
 async def generate(

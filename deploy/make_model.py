@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
         dict(arguments.overrides),
         arguments.out,
         quantization=_QUANTIZATIONS[arguments.quantization] if arguments.quantization else None,
+        progress=True,
     )
     print(arguments.out)
     return 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from common.arguments import ArgumentParser
 from common.config import LogSettings
 from common.log import configure_logging
+from common.progress import progress_bar
 from common.settings_loader import load_settings
 from deploy.extras import needs_worker_extra
 
@@ -66,7 +67,9 @@ def run_again(kept: "Reproducer", model: str) -> "Told":
     if kept.sampling.grammar is not None:
         compiler = GrammarCompiler(path / "tokenizer.json", config.vocab_size, config.eos_token_ids)
         matcher = compiler.compile(kept.sampling.grammar)
-    return Told.of(runner.run(kept.prompt, kept.sampling, kept.routing_start, choice=kept.choice, matcher=matcher))
+    with progress_bar("replay", None):  # where it ends, the run itself finds out
+        result = runner.run(kept.prompt, kept.sampling, kept.routing_start, choice=kept.choice, matcher=matcher)
+    return Told.of(result)
 
 
 def _heading(kept: "Reproducer") -> Iterator[str]:

@@ -15,6 +15,7 @@ from rich.text import Text
 from common.arguments import ArgumentParser
 from deploy.arguments import add_api_key_file, first_key, url
 from deploy.client import ClusterClient, Json
+from deploy.terminal import stdout
 
 #: Counters whose growth is shown, by what it is called.
 _RATES = {
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit code 1 if the cluster takes no requests. Raises MoerelayError if it does not answer."""
     arguments = command_line().parse_args(argv)
     client = ClusterClient(arguments.url, api_key=first_key(arguments.api_key_file))
-    return asyncio.run(show(client, Console(highlight=False), arguments.interval, arguments.watch, arguments.json))
+    return asyncio.run(show(client, stdout(), arguments.interval, arguments.watch, arguments.json))
 
 
 async def show(client: ClusterClient, console: Console, interval_s: float, watch: bool, as_json: bool) -> int:

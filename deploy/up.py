@@ -15,12 +15,13 @@ from common.cores import pin_process
 from common.cpu_list import format_cpus, parse_cpus
 from common.errors import STARTUP_EXIT_CODE, ConfigError, StartupError, WorkerLostError
 from common.process import MAX_SOCKET_PATH_BYTES, host_port
+from common.progress import Advance, progress_bar
 from common.settings_loader import load_settings
 from deploy.core_plan import CorePlan
 from deploy.extras import needs_worker_extra
 from deploy.plan import ClusterPlan
 from deploy.processes import Child, ProcessGroup, ProcessSpec, StopRequests, race
-from deploy.ready import read_ready_file, wait_until_ready
+from deploy.ready import Addresses, read_ready_file, wait_until_ready
 from router.access import Access
 
 #: What a process gets on top of --drain-timeout-s to close its sockets before it is killed.
@@ -71,30 +72,43 @@ class LocalCluster:
         await asyncio.Event().wait()  # until another contender of the race ends
 
     async def _start(self) -> str:
-        """Workers, and the router in front of them; returns where it is once /ready says so.
-
-        The router imports while the workers load, and is told their addresses when they serve.
-
-        That is the URL, and after the word "control" that of the control port, if there is one.
+        """Starts everything; returns where the router is: its URL, and after the word "control" that of the control
+        port, if there is one.
         """
         prefill, decode = self._plan.prefill_workers(), self._plan.decode_workers()
+        with progress_bar("starting", len(prefill) + len(decode) + 1) as advance:
+            served = await self._start_all(prefill, decode, advance)
+        url = _url(self._plan.settings.host, served.address)
+        if served.control_address is None:
+            return url
+        return f"{url} control {_url(self._plan.settings.admin_host, served.control_address)}"
+
+    async def _start_all(
+        self, prefill: Sequence[ProcessSpec], decode: Sequence[ProcessSpec], advance: Advance
+    ) -> Addresses:
+        """Workers, and the router in front of them; returns where it is once /ready says so.
+
+        The router imports while the workers load, and is told their addresses when they serve. `advance` hears of each
+        process that does.
+        """
         self._num_prefill = len(prefill)
         for spec in [*prefill, *decode]:
             self._workers.append(await self._group.start(spec))
         router = self._plan.router()
         started = await self._group.start(router)
         self._routers.append(started)
-        addresses = await self._addresses(prefill), await self._addresses(decode)
+        addresses = await self._addresses(prefill, advance), await self._addresses(decode, advance)
         started.send_arguments(self._plan.router_arguments(*addresses))
         served = await read_ready_file(self._plan.ready_file(router.name))
         await wait_until_ready(f"http://{served.address}/ready")
-        url = _url(self._plan.settings.host, served.address)
-        if served.control_address is None:
-            return url
-        return f"{url} control {_url(self._plan.settings.admin_host, served.control_address)}"
+        return served
 
-    async def _addresses(self, specs: Sequence[ProcessSpec]) -> list[str]:
-        return [(await read_ready_file(self._plan.ready_file(spec.name))).address for spec in specs]
+    async def _addresses(self, specs: Sequence[ProcessSpec], advance: Advance) -> list[str]:
+        addresses = []
+        for spec in specs:
+            addresses.append((await read_ready_file(self._plan.ready_file(spec.name))).address)
+            advance(1)
+        return addresses
 
     async def _fail_on_exit(self) -> None:
         while self._is_dispensable(child := await self._group.next_exit()):

@@ -25,6 +25,9 @@ KEEPALIVE_S = 75.0
 #: How much of the parser's complaint, which quotes the request, is repeated.
 _MAX_COMPLAINT_CHARS = 200
 
+#: What chooses a port, for complaints.
+PORT_FLAGS, CONTROL_PORT_FLAGS = "--port or --host", "--admin-port or --admin-host"
+
 log = structlog.get_logger()
 
 
@@ -113,8 +116,8 @@ def create_runner(app: web.Application) -> web.AppRunner:
 
 
 @asynccontextmanager
-async def listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
-    """Runs the application on that port (0: a free one) and gives its HOST:PORT.
+async def listening(app: web.Application, host: str, port: int, flags: str = PORT_FLAGS) -> AsyncIterator[str]:
+    """Runs the application on that port (0: a free one), which `flags` choose, and gives its HOST:PORT.
 
     Raises:
         StartupError: the port cannot be bound.
@@ -122,7 +125,7 @@ async def listening(app: web.Application, host: str, port: int) -> AsyncIterator
     runner = create_runner(app)
     await runner.setup()
     try:
-        yield await _bind(runner, host, port)
+        yield await _bind(runner, host, port, flags)
     finally:
         await runner.cleanup()
 
@@ -139,7 +142,7 @@ async def listening_on(app: web.Application, sockets: Sequence[socket.socket]) -
     try:
         for each in sockets:
             host, port = each.getsockname()[:2]
-            with _refusals(host, port):
+            with _refusals(host, port, PORT_FLAGS):
                 await web.SockSite(runner, each).start()
         yield
     finally:
@@ -165,16 +168,18 @@ async def listening_for_siblings(app: web.Application, path: Path) -> AsyncItera
         await runner.cleanup()
 
 
-async def _bind(runner: web.AppRunner, host: str, port: int) -> str:
-    with _refusals(host, port):
+async def _bind(runner: web.AppRunner, host: str, port: int, flags: str) -> str:
+    with _refusals(host, port, flags):
         await web.TCPSite(runner, host, port).start()
     return host_port(host, runner.addresses[0][1])
 
 
 @contextmanager
-def _refusals(host: str, port: int) -> Iterator[None]:
+def _refusals(host: str, port: int, flags: str) -> Iterator[None]:
     """Turns what the system says against listening there into a StartupError."""
     try:
         yield
     except OSError as error:
-        raise StartupError(f"cannot listen on {host_port(host, port)}: {error.strerror}") from error
+        # asyncio's own text repeats the address in front of what the system said.
+        reason = str(error.strerror).rpartition("): ")[2]
+        raise StartupError(f"cannot listen on {host_port(host, port)}: {reason}; choose another {flags}") from error

@@ -13,7 +13,7 @@ from common.errors import UnavailableError
 from common.process import drain_or_second_signal, stop_signals, write_ready_file
 from router.app import create_app, create_control_app
 from router.keys import LIVE
-from router.listener import listening
+from router.listener import CONTROL_PORT_FLAGS, listening
 from router.live import LiveRequests
 
 log = structlog.get_logger()
@@ -56,7 +56,9 @@ async def _listen_for_control(listeners: AsyncExitStack, app: web.Application, s
     if settings.admin_port is None:
         return None
     control = create_control_app(app)
-    return await listeners.enter_async_context(listening(control, settings.admin_host, settings.admin_port))
+    return await listeners.enter_async_context(
+        listening(control, settings.admin_host, settings.admin_port, CONTROL_PORT_FLAGS)
+    )
 
 
 async def _drain(live: LiveRequests, settings: RouterSettings) -> bool:

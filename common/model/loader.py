@@ -1,11 +1,13 @@
 """Loads a checkpoint: every expected tensor, nothing else, straight into the form that the decoder computes with."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, ConfigError
 from common.model.checkpoint import CheckpointTensors
 from common.model.config import ModelConfig
 from common.model.decoder import MoeDecoder
@@ -63,6 +65,19 @@ def check_files(files: CheckpointTensors, config: ModelConfig) -> None:
     """Raises CheckpointError unless there is every tensor that the model needs, and no other."""
     files.check(checkpoint_tensors(config), optional=_optional_tensors(files, config))
     _check_tied_head(files, config)
+
+
+@contextmanager
+def room_for_weights(path: Path) -> Iterator[None]:
+    """Turns what torch and NumPy raise when memory is out into a ConfigError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"there is no room in memory for the weights of {path}; close other programs, or take a machine with more"
+        ) from error
 
 
 def build_decoder(source: TensorSource, config: ModelConfig, kernels: Kernels, max_positions: int | None) -> MoeDecoder:

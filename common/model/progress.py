@@ -5,11 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import structlog
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-#: Takes the number of bytes that were just loaded.
-Advance = Callable[[int], None]
+from common.progress import Advance, on_terminal, progress_bar
 
 #: Often enough to see that it goes on; a checkpoint that loads faster logs nothing.
 _LOG_INTERVAL_S = 2.0
@@ -20,14 +17,11 @@ log = structlog.get_logger()
 @contextmanager
 def loading_progress(num_bytes: int, *, enabled: bool) -> Iterator[Advance]:
     """Shows the way to `num_bytes` on stderr if `enabled`."""
-    console = Console(stderr=True)
     if not enabled:
         yield lambda count: None
-    elif console.is_terminal:
-        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("loading", total=num_bytes)
-            yield lambda count: bar.advance(task, count)
+    elif on_terminal():
+        with progress_bar("loading", num_bytes, in_bytes=True) as advance:
+            yield advance
     else:
         yield LoggedProgress(num_bytes).advance
 

@@ -7,7 +7,9 @@ neutral values, so that leaving one out shows.
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from common.model.quantized.config import Quantization
 from common.model.quantized.pack import pack_tensor
 from common.model.tensors import EMBEDDING, LM_HEAD, Shape, checkpoint_tensors
 from common.model.tokenizer_training import BOS_ID, MIN_VOCAB_SIZE, PAD_ID, write_tokenizer
+from common.progress import Advance, progress_bar
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,6 +45,7 @@ def synthesize(
     *,
     quantization: Quantization | None = None,
     shard_bytes: int | None = None,
+    progress: bool = False,
 ) -> None:
     """Writes a checkpoint with a tokenizer into `out`; the same arguments give the same bytes.
 
@@ -53,16 +57,20 @@ def synthesize(
         out: a directory that does not exist yet or is empty.
         quantization: how weights are stored that published checkpoints of this kind quantise; None: as they are.
         shard_bytes: largest safetensors file before quantisation, instead of the preset's.
+        progress: draw a progress bar on stderr, if that is a terminal.
 
     Raises:
-        ConfigError: an argument is wrong; the message says which and why.
+        ConfigError: an argument is wrong, or there is no room; the message says which and why.
     """
     values = synthetic_config(family, preset, overrides)
     if quantization is not None:
         values["quantization_config"] = quantization.to_json()
     config = _check(values, seed)
     _make_empty(out)
-    _write_weights(out, config, seed, shard_bytes or PRESETS[preset].shard_bytes)
+    num_bytes = sum(map(math.prod, checkpoint_tensors(config).values())) * _DTYPES[config.dtype].itemsize
+    _require_room(out, num_bytes)
+    with progress_bar("writing", num_bytes, in_bytes=True) if progress else nullcontext(_ignore) as advance:
+        _write_weights(out, config, seed, shard_bytes or PRESETS[preset].shard_bytes, advance)
     write_tokenizer(out, config.vocab_size, config.max_position_embeddings)
     generation = {"bos_token_id": BOS_ID, "eos_token_id": values["eos_token_id"], "pad_token_id": PAD_ID}
     _write_json(out / "generation_config.json", generation)
@@ -96,7 +104,23 @@ def _make_empty(out: Path) -> None:
         raise ConfigError(f"{out} is not empty; choose another directory or remove it first", param="out")
 
 
-def _write_weights(out: Path, config: ModelConfig, seed: int, shard_bytes: int) -> None:
+def _require_room(out: Path, num_bytes: int) -> None:
+    """Before anything is drawn. What is quantised takes less."""
+    free = shutil.disk_usage(out).free
+    if num_bytes > free:
+        raise ConfigError(
+            f"{out} needs {num_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free there; "
+            "choose another directory or smaller sizes",
+            param="out",
+        )
+
+
+def _ignore(_: int) -> None:
+    """Nobody wants to know how far it is."""
+
+
+def _write_weights(out: Path, config: ModelConfig, seed: int, shard_bytes: int, advance: Advance) -> None:
+    """Calls `advance` with the bytes of each tensor before quantisation."""
     shapes = checkpoint_tensors(config)
     dtype = _DTYPES[config.dtype]
     shards = list(_plan_shards(shapes, dtype.itemsize, shard_bytes))
@@ -104,7 +128,10 @@ def _write_weights(out: Path, config: ModelConfig, seed: int, shard_bytes: int) 
     total = 0
     for index, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        drawn = {name: _tensor(name, shapes[name], config, seed, dtype) for name in names}
+        drawn = {}
+        for name in names:
+            drawn[name] = _tensor(name, shapes[name], config, seed, dtype)
+            advance(math.prod(shapes[name]) * dtype.itemsize)
         tensors = {k: v for name in names for k, v in pack_tensor(name, drawn[name], config.quantization).items()}
         save_file(tensors, out / file, metadata={"format": "pt"})
         (out / file).chmod(0o644)  # safetensors makes it readable by its owner only

@@ -9,7 +9,7 @@ import xxhash
 
 from common.model.checkpoint import CheckpointTensors
 from common.model.config import ModelConfig
-from common.model.progress import Advance
+from common.progress import Advance
 
 
 class TensorSource:

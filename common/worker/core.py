@@ -21,7 +21,7 @@ from common.model.batch import Runner
 from common.model.config import ModelConfig
 from common.model.decoder import MoeDecoder
 from common.model.kernels.choice import choose_kernels
-from common.model.loader import LoadedModel, load_model
+from common.model.loader import LoadedModel, load_model, room_for_weights
 from common.model.numerics import is_exact, numerics_fingerprint, resolve_device, resolve_dtype
 from common.model.runner import ModelRunner, kv_layout
 from common.pb import types_pb2
@@ -87,7 +87,8 @@ def build_core(
     max_model_len = _max_model_len(settings, config, num_blocks)
     kernels = choose_kernels(settings.kernels, device, config)
     log.info("kernels_chosen", kernels=kernels.name)
-    loaded = load_model(path, config, dtype, device, progress=True, max_positions=max_model_len, kernels=kernels)
+    with room_for_weights(path):
+        loaded = load_model(path, config, dtype, device, progress=True, max_positions=max_model_len, kernels=kernels)
     give_back_memory()
     keep_what_is_there()
     store = _allocate(layout, config, num_blocks, device, poison=settings.debug_poison_kv)

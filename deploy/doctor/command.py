@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from common.arguments import ArgumentParser
@@ -19,6 +18,7 @@ from deploy.doctor.machine import Kernels, all_kernels, check_kernels, check_mac
 from deploy.doctor.ports import Wanted, check_ports
 from deploy.extras import needs_worker_extra
 from deploy.host import Host, this_host
+from deploy.terminal import stdout
 
 _STYLES: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "bad": "red"}
 
@@ -94,9 +94,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(asdict(found)))
     else:
-        console = Console(highlight=False)
+        console = stdout()
         for check in found.checks:
-            console.print(line(check), soft_wrap=True)
+            console.print(line(check))
     return 0 if found.is_good else 1
 
 

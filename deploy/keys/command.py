@@ -16,6 +16,9 @@ from deploy.keys.folder import ADMIN_KEYS, API_KEYS, AUTHORITY, ROLES, KeyFolder
 #: Bytes of a SHA-256 that are shown: enough to tell keys apart.
 _FINGERPRINT_BYTES = 8
 
+#: A century: X.509 knows no year beyond 9999.
+_MOST_DAYS = 36_525
+
 _WHERE_TO = """\
   router.json      for the router:           --cluster-key-file
   prefill.json     for prefill workers:      --cluster-key-file
@@ -36,7 +39,10 @@ def command_line() -> ArgumentParser:
     )
     parser.add_argument("folder", type=Path, help="where the keys of this cluster lie")
     parser.add_argument(
-        "--days", type=integer(1), default=VALID_DAYS, help="validity of certificates (default: %(default)s)"
+        "--days",
+        type=integer(1, _MOST_DAYS),
+        default=VALID_DAYS,
+        help="certificates are good for (default: %(default)s)",
     )
     parser.add_argument("--if-missing", action="store_true", help="of init: leave keys that are there as they are")
     return parser

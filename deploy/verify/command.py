@@ -4,18 +4,16 @@ Requests are sent `concurrency` at a time; meanwhile another thread computes the
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from common.config import LogSettings
 from common.errors import InternalError, MoerelayError
 from common.log import configure_logging
+from common.progress import Advance, progress_bar
 from common.settings_loader import load_settings
 from deploy.client import ClusterClient, Json
 from deploy.extras import needs_worker_extra
@@ -54,7 +52,7 @@ async def verify(options: VerifyOptions) -> int:
             load = partial(_load_judge, options, models, cluster, await find_switches(client))
             judge = await asyncio.get_running_loop().run_in_executor(executor, load)
             before = await Pressure.read(client)
-            with _progress_bar(options.requests) as advance:
+            with progress_bar("verify", options.requests) as advance:
                 await ask_and_judge(options, client, judge, executor, advance)
             pressure = (await Pressure.read(client)).since(before)
     if options.dump is not None:
@@ -70,22 +68,12 @@ def _load_judge(options: VerifyOptions, models: Json, cluster: Json, switches: S
     return load_judge(options, models, cluster, switches)
 
 
-@contextmanager
-def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, if that is a terminal; yields what moves it on by one."""
-    console = Console(stderr=True)
-    columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("verify", total=total)
-        yield lambda: progress.advance(task)
-
-
 async def ask_and_judge(
     options: VerifyOptions,
     client: ClusterClient,
     judge: "Judge",
     executor: ThreadPoolExecutor,
-    advance: Callable[[], None],
+    advance: Advance,
 ) -> None:
     """Asks without waiting for the judge, so that the cluster always has `concurrency` requests.
 
@@ -110,7 +98,7 @@ async def ask_and_judge(
             for _ in range(options.requests):
                 case, outcome = await ended.get()
                 await asyncio.get_running_loop().run_in_executor(executor, judge.add, case, outcome)
-                advance()
+                advance(1)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from common.kv.store import KVStore
 from common.model.config import ModelConfig
 from common.model.kernels.choice import available_kernels
 from common.model.kernels.interface import Kernels
-from common.model.loader import load_model
+from common.model.loader import load_model, room_for_weights
 from common.model.numerics import numerics_fingerprint
 from common.model.runner import ModelRunner, kv_layout
 from deploy.client import Json
@@ -108,7 +108,10 @@ def load_solo(path: Path, config: ModelConfig, served: Served, num_positions: in
     # The other half is the cluster's, if it runs here. Threads that wait for one another on busy cores are slow.
     torch.set_num_threads(max(1, num_cores() // 2))
     device, dtype, kernels = _same_arithmetic(served.numerics, config)
-    loaded = load_model(path, config, dtype, device, progress=True, max_positions=served.max_model_len, kernels=kernels)
+    with room_for_weights(path):
+        loaded = load_model(
+            path, config, dtype, device, progress=True, max_positions=served.max_model_len, kernels=kernels
+        )
     if loaded.fingerprint != served.fingerprint:
         raise ConfigError(
             f"the cluster serves other weights (fingerprint {served.fingerprint}) than {path} holds "

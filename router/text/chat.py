@@ -140,12 +140,13 @@ def load_chat_template(
         ConfigError: a file that cannot be read, or holds no template.
     """
     if file is not None:
-        return ChatTemplate({"default": _read_text(file)}, special_tokens, origin=str(file))
+        origin = f"--chat-template {file}"
+        return ChatTemplate({"default": _read_text(file, origin)}, special_tokens, origin=origin)
     if folder is None:
         return None
     if (folder / "chat_template.jinja").is_file():
         path = folder / "chat_template.jinja"
-        return ChatTemplate({"default": _read_text(path)}, special_tokens, origin=str(path))
+        return ChatTemplate({"default": _read_text(path, str(path))}, special_tokens, origin=str(path))
     for path in (folder / "tokenizer_config.json", folder / "chat_template.json"):
         value = read_json_object(path).get("chat_template") if path.is_file() else None
         if value is not None:
@@ -171,11 +172,11 @@ def _named_templates(value: object, path: Path) -> dict[str, str]:
             raise ConfigError(f"{path}: chat_template is neither text nor a list", param="chat_template")
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, origin: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", param="chat_template") from error
+        raise ConfigError(f"{origin} cannot be read: {error}", param="chat_template") from error
 
 
 def _compile(sandbox: ChatSandbox, source: str, origin: str) -> Template:

@@ -83,7 +83,7 @@ async def judged(
         judge.findings = findings or judge.findings
         options = VerifyOptions(url, "", requests=NUM_REQUESTS, concurrency=concurrency, seed=seed)
         with ThreadPoolExecutor(1) as executor:
-            await ask_and_judge(options, client, judge, executor, advance=lambda: None)
+            await ask_and_judge(options, client, judge, executor, advance=lambda _: None)
     return judge
 
 
