@@ -246,6 +246,10 @@ class ApiSettings(LinkSettings):
     ignore_generation_config: CliImplicitFlag[bool] = Field(False, description="Neutral sampling defaults.")
     chat_template: Path | None = Field(None, description="Jinja file; default: the checkpoint's template.")
     api_key_file: Path | None = Field(None, description="One API key per line; without it nobody needs one.")
+    ssl_certfile: Path | None = Field(
+        None, description="Certificate, with its chain, in PEM: serve HTTPS; default: plain HTTP."
+    )
+    ssl_keyfile: Path | None = Field(None, description="Private key of --ssl-certfile; default: it is in there, too.")
     cors_origin: Words = Field([], description="Origins that browsers may call from, repeated; * for any.")
     admin_host: str = Field("127.0.0.1", description="Address of the control port.")
     admin_port: Port | None = Field(None, description="Port for pause, weights and sleep; default: no such port.")
@@ -290,6 +294,12 @@ class ApiSettings(LinkSettings):
     allow_aggregated_fallback: CliImplicitFlag[bool] = Field(
         False, description="Without a healthy prefill worker, decode workers prefill themselves."
     )
+
+    @model_validator(mode="after")
+    def _shows_what_it_has_a_key_of(self) -> Self:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile has no effect without --ssl-certfile; give both or neither")
+        return self
 
 
 class RouterSettings(ApiSettings, ClusterKeySettings):

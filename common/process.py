@@ -50,9 +50,14 @@ def host_of(address: str) -> str:
 
 
 def write_ready_file(
-    path: Path, address: str, control_address: str | None = None, local_address: str | None = None
+    path: Path,
+    address: str,
+    control_address: str | None = None,
+    local_address: str | None = None,
+    *,
+    tls: bool = False,
 ) -> None:
-    """Writes {"address", "control_address", "local_address", "pid"} in one step, so that nobody reads half of it.
+    """Writes {"address", "control_address", "local_address", "tls", "pid"} in one step, whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -60,7 +65,7 @@ def write_ready_file(
     partial = path.with_suffix(".partial")
     addresses = {"address": address, "control_address": control_address, "local_address": local_address}
     try:
-        partial.write_text(json.dumps({**addresses, "pid": os.getpid()}))
+        partial.write_text(json.dumps({**addresses, "tls": tls, "pid": os.getpid()}))
         partial.replace(path)
     except OSError as error:
         raise ConfigError(f"--ready-file {path} cannot be written: {error.strerror}; name another file") from error

@@ -6,6 +6,7 @@ service does.
 
 import http.client
 import json
+import ssl
 import sys
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -22,13 +23,21 @@ def complaint(kind: str, ready_file: Path) -> str | None:
     except OSError as error:
         return f"it does not serve yet: {error}"
     if kind == "http":
-        return _router_complaint(str(report["address"]))
+        return _router_complaint(str(report["address"]), tls=bool(report.get("tls")))
     # A worker with keys admits routers only, but for its own container.
     return _worker_complaint(str(report.get("local_address") or report["address"]))
 
 
-def _router_complaint(address: str) -> str | None:
-    connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
+def _router_complaint(address: str, *, tls: bool) -> str | None:
+    if tls:
+        # Its certificate is for the name that clients use, and it is asked on its own machine.
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            address, timeout=TIMEOUT_S, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/ready")
         answer = connection.getresponse()

@@ -16,6 +16,7 @@ from common.cpu_list import format_cpus, parse_cpus
 from common.errors import STARTUP_EXIT_CODE, ConfigError, StartupError, WorkerLostError
 from common.process import MAX_SOCKET_PATH_BYTES, host_port
 from common.progress import Advance, progress_bar
+from common.security.tls import load_tls
 from common.settings_loader import load_settings
 from deploy.core_plan import CorePlan
 from deploy.extras import needs_worker_extra
@@ -78,10 +79,10 @@ class LocalCluster:
         prefill, decode = self._plan.prefill_workers(), self._plan.decode_workers()
         with progress_bar("starting", len(prefill) + len(decode) + 1) as advance:
             served = await self._start_all(prefill, decode, advance)
-        url = _url(self._plan.settings.host, served.address)
+        url = self._url(self._plan.settings.host, served.address)
         if served.control_address is None:
             return url
-        return f"{url} control {_url(self._plan.settings.admin_host, served.control_address)}"
+        return f"{url} control {self._url(self._plan.settings.admin_host, served.control_address)}"
 
     async def _start_all(
         self, prefill: Sequence[ProcessSpec], decode: Sequence[ProcessSpec], advance: Advance
@@ -100,7 +101,7 @@ class LocalCluster:
         addresses = await self._addresses(prefill, advance), await self._addresses(decode, advance)
         started.send_arguments(self._plan.router_arguments(*addresses))
         served = await read_ready_file(self._plan.ready_file(router.name))
-        await wait_until_ready(f"http://{served.address}/ready")
+        await wait_until_ready(f"{self._scheme}://{served.address}/ready")
         return served
 
     async def _addresses(self, specs: Sequence[ProcessSpec], advance: Advance) -> list[str]:
@@ -109,6 +110,14 @@ class LocalCluster:
             addresses.append((await read_ready_file(self._plan.ready_file(spec.name))).address)
             advance(1)
         return addresses
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._plan.settings.ssl_certfile is None else "https"
+
+    def _url(self, host: str, address: str) -> str:
+        """With the host that the user chose and the port that was bound."""
+        return f"{self._scheme}://{host_port(host, int(address.rpartition(':')[2]))}"
 
     async def _fail_on_exit(self) -> None:
         while self._is_dispensable(child := await self._group.next_exit()):
@@ -145,11 +154,6 @@ class LocalCluster:
         await stop.second()
         self._group.kill()
         return _FORCED_EXIT_CODE
-
-
-def _url(host: str, address: str) -> str:
-    """With the host that the user chose and the port that was bound."""
-    return f"http://{host_port(host, int(address.rpartition(':')[2]))}"
 
 
 def describe_exit(code: int | None) -> str:
@@ -256,6 +260,7 @@ def check_router_sockets(router_processes: int, temporary: Path) -> None:
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, argv, prog="moerelay up")
     Access.of(settings)
+    load_tls(settings)
     check_port(settings.host, settings.port)
     if settings.admin_port is not None:
         check_port(settings.admin_host, settings.admin_port, "--admin-port (0: a free one) or --admin-host")

@@ -7,6 +7,7 @@ import structlog
 from aiohttp import web
 
 from common.config import RouterSettings
+from common.security.tls import load_tls
 from common.security.watched_file import Pollable, reading
 from common.tracing import open_tracing
 from router.access import ACCESS, CLUSTER_KEYS, Access, load_cluster_keys
@@ -30,6 +31,7 @@ from router.keys import (
     SETTINGS,
     SIBLINGS,
     TEXT,
+    TLS,
     TRACING,
     UNKNOWN_FIELDS,
     ServedModel,
@@ -72,6 +74,8 @@ def create_app(settings: RouterSettings, siblings: Siblings | None = None) -> we
         settings, surface, Guard(access.keys, access.admin_keys, CONTROL_PATHS, SHARED_PATHS), access.cors
     )
     app[ACCESS] = access
+    if tls := load_tls(settings):
+        app[TLS] = tls
     if cluster_keys:
         app[CLUSTER_KEYS] = cluster_keys
     app[MODEL] = _served_model(settings)
@@ -91,6 +95,8 @@ def create_control_app(public: web.Application) -> web.Application:
     access = public[ACCESS]
     control = _application(public[SETTINGS], CONTROL, Guard(access.admin_keys, refuses_pages=True), access.cors)
     share(public, control)
+    if TLS in public:
+        control[TLS] = public[TLS]
     return control
 
 
@@ -131,7 +137,8 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     live = app[LIVE] = LiveRequests()
     app[METRICS] = RouterMetrics(lambda: len(live), fleet, keys)
     app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s, max_attempts=settings.max_attempts)
-    files: list[Pollable] = [*app[ACCESS].files, *([keys] if keys else [])]
+    certificates = app[TLS].files if TLS in app else ()
+    files: list[Pollable] = [*app[ACCESS].files, *certificates, *([keys] if keys else [])]
     async with GrammarChecker(settings.max_grammar_bytes) as app[GRAMMARS], fleet.running(), reading(files):
         yield
 

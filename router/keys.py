@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from common.config import RouterSettings
+from common.security.tls import ServerTls
 from common.tracing import Tracing
 from router.fleet import Fleet
 from router.json_body import UnknownFields
@@ -36,6 +37,8 @@ class TextTools:
 
 
 SETTINGS = web.AppKey("settings", RouterSettings)
+#: None: plain HTTP. Not there in the application that router processes talk through.
+TLS = web.AppKey("tls", ServerTls)
 MODEL = web.AppKey("model", ServedModel)
 FLEET = web.AppKey("fleet", Fleet)
 LIVE = web.AppKey("live", LiveRequests)

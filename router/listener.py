@@ -1,6 +1,7 @@
 """How an application listens on a port: limits of connections, and JSON where aiohttp itself would answer in text."""
 
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
@@ -14,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from common.errors import InternalError, InvalidRequestError, StartupError
 from common.process import host_port
 from router.errors import aiohttp_response, error_response
-from router.keys import SETTINGS
+from router.keys import SETTINGS, TLS
 
 #: Handlers that a stopping router may not outlive: what it takes to send an error event to every client.
 CLOSING_S = 2.0
@@ -143,7 +144,7 @@ async def listening_on(app: web.Application, sockets: Sequence[socket.socket]) -
         for each in sockets:
             host, port = each.getsockname()[:2]
             with _refusals(host, port, PORT_FLAGS):
-                await web.SockSite(runner, each).start()
+                await web.SockSite(runner, each, ssl_context=_tls(app)).start()
         yield
     finally:
         await runner.cleanup()
@@ -170,8 +171,13 @@ async def listening_for_siblings(app: web.Application, path: Path) -> AsyncItera
 
 async def _bind(runner: web.AppRunner, host: str, port: int, flags: str) -> str:
     with _refusals(host, port, flags):
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=_tls(runner.app)).start()
     return host_port(host, runner.addresses[0][1])
+
+
+def _tls(app: web.Application) -> ssl.SSLContext | None:
+    """None: plain HTTP."""
+    return app[TLS].context if TLS in app else None
 
 
 @contextmanager

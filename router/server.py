@@ -33,7 +33,7 @@ async def serve(settings: RouterSettings) -> None:
         def announce() -> None:
             log.info("router_listening", address=address, control_address=control)
             if settings.ready_file:
-                write_ready_file(settings.ready_file, address, control)
+                write_ready_file(settings.ready_file, address, control, tls=settings.ssl_certfile is not None)
 
         await drain_when_stopped(app, settings, announce)
 

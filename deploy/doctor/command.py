@@ -13,7 +13,7 @@ from common.arguments import ArgumentParser
 from deploy.arguments import integer, port, size
 from deploy.doctor.check import Check, Verdict
 from deploy.doctor.checkpoint import Model, Use, examine
-from deploy.doctor.keys import Keys, inspect, inspect_list
+from deploy.doctor.keys import Keys, inspect, inspect_list, inspect_tls
 from deploy.doctor.machine import Kernels, all_kernels, check_kernels, check_machine, check_torch
 from deploy.doctor.ports import Wanted, check_ports
 from deploy.extras import needs_worker_extra
@@ -33,6 +33,8 @@ class Question:
     cluster_key_file: Path | None = None
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ def command_line() -> ArgumentParser:
     parser.add_argument("--cluster-key-file", type=Path, help="keys of a process: whether they fit, and until when")
     parser.add_argument("--api-key-file", type=Path, help="keys of clients")
     parser.add_argument("--admin-key-file", type=Path, help="keys of administrators")
+    parser.add_argument("--ssl-certfile", type=Path, help="what clients are shown")
+    parser.add_argument("--ssl-keyfile", type=Path, help="its private key; default: it is in --ssl-certfile, too")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     return parser
 
@@ -89,6 +93,8 @@ def main(argv: Sequence[str]) -> int:
             arguments.cluster_key_file,
             arguments.api_key_file,
             arguments.admin_key_file,
+            arguments.ssl_certfile,
+            arguments.ssl_keyfile,
         )
     )
     if arguments.json:
@@ -122,6 +128,8 @@ def diagnose(question: Question) -> Diagnosis:
         of_keys += inspect_list(question.api_key_file, "--api-key-file")
     if question.admin_key_file is not None:
         of_keys += inspect_list(question.admin_key_file, "--admin-key-file")
+    if question.ssl_certfile is not None:
+        of_keys += inspect_tls(question.ssl_certfile, question.ssl_keyfile)
     return Diagnosis(
         moerelay=version("moerelay"),
         python=platform.python_version(),

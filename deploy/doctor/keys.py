@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
@@ -10,8 +10,11 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from common.errors import ConfigError
 from common.security.key_file import WARN_DAYS, KeyFile, exposed, read_key_file
+from common.security.tls import check_pair
 from deploy.doctor.check import Check
 from router.auth import listed_keys
+
+_ROTATE = "run `moerelay keys rotate` where the file was made"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,12 @@ def inspect(path: Path, now: datetime | None = None) -> tuple[Keys | None, list[
         return None, [Check.of_error("keys", error)]
     days_left = keys.days_left(now)
     found = f"{path}: {keys.role}, cluster {keys.cluster}, generation {keys.generation}"
-    checks = [Check("keys", "ok", found), _pair(path, keys), _validity(keys.expires, days_left), *_permissions(path)]
+    checks = [
+        Check("keys", "ok", found),
+        _pair(path, keys),
+        _validity(keys.expires, days_left, _ROTATE),
+        *_permissions(path),
+    ]
     return Keys(str(path), keys.cluster, keys.role, keys.generation, keys.expires, days_left, exposed(path)), checks
 
 
@@ -50,6 +58,22 @@ def inspect_list(path: Path, flag: str) -> Iterator[Check]:
         return
     yield Check("keys", "ok", f"{path}: {len(keys)} for {flag}")
     yield from _permissions(path)
+
+
+def inspect_tls(certfile: Path, keyfile: Path | None, now: datetime | None = None) -> Iterator[Check]:
+    """Of what a router shows to clients."""
+    try:
+        check_pair(certfile, keyfile)
+    except ConfigError as error:
+        yield Check.of_error("tls", error)
+        return
+    certificate = x509.load_pem_x509_certificates(certfile.read_bytes())[0]
+    end = certificate.not_valid_after_utc
+    yield Check("tls", "ok", f"{certfile}: {certificate.subject.rfc4514_string() or 'no subject'}, with its key")
+    yield _validity(
+        f"{end:%Y-%m-%d}", (end - (now or datetime.now(UTC))).days, "have a new one made; it is read at once"
+    )
+    yield from _permissions(keyfile or certfile)
 
 
 def _pair(path: Path, keys: KeyFile) -> Check:
@@ -67,12 +91,11 @@ def _pair(path: Path, keys: KeyFile) -> Check:
     return Check("key pair", "ok", "the private key is that of the certificate")
 
 
-def _validity(expires: str, days_left: int) -> Check:
-    rotate = "run `moerelay keys rotate` where the file was made"
+def _validity(expires: str, days_left: int, fix: str) -> Check:
     if days_left < 0:
-        return Check("validity", "bad", f"the certificate ended on {expires}", rotate)
+        return Check("validity", "bad", f"the certificate ended on {expires}", fix)
     if days_left < WARN_DAYS:
-        return Check("validity", "warn", f"the certificate ends on {expires}, in {days_left} days", rotate)
+        return Check("validity", "warn", f"the certificate ends on {expires}, in {days_left} days", fix)
     return Check("validity", "ok", f"until {expires}")
 
 

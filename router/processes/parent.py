@@ -112,7 +112,8 @@ class Parent:
         control = _address(self._settings.admin_host, self._control) if self._control else None
         log.info("router_listening", address=address, control_address=control, processes=len(self._sockets))
         if self._settings.ready_file:
-            write_ready_file(self._settings.ready_file, address, control)
+            tls = self._settings.ssl_certfile is not None
+            write_ready_file(self._settings.ready_file, address, control, tls=tls)
 
     async def _signal_each_time(self) -> None:
         """The first signal drains the processes, a further one ends them at once."""

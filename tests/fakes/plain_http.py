@@ -6,6 +6,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that leaves before it has its answer is no reason to print anything."""
+
+
 @contextmanager
 def answering(status: int, content_type: str, body: bytes) -> Iterator[str]:
     """Its URL; it answers every GET and POST in the same way."""
@@ -23,7 +28,7 @@ def answering(status: int, content_type: str, body: bytes) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             """Nothing on stderr."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with _Server(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

@@ -1,6 +1,7 @@
 """Whatever a user gets wrong is one line on stderr that names what is wrong and the fix."""
 
 import json
+import logging
 import shutil
 import socket
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 
 from common.model.synthesize import synthesize
 from deploy.cli import main
@@ -31,6 +33,17 @@ _URLS = {
     "scheme": "ftp://h",
     "no-scheme": "h:8000",
 }
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """`verify` sends logs to the stderr of its test, which is closed afterwards."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(scope="module")
