@@ -78,7 +78,7 @@ class Engine:
         self._settling: list[Future[None]] = []
         self._visits = Visits()
         self._load = self._core.load()
-        #: Of the running step, in seconds of `time.monotonic`; None between steps.
+        #: Of the running step, in seconds of `time.monotonic`; None while nothing or something else is to be done.
         self._step_began_at: float | None = None
         self._num_threads = 1
         self._prepare: Callable[[], None] | None = None
@@ -289,7 +289,10 @@ class Engine:
         return self._load
 
     def busy_s(self, now: float) -> float:
-        """How long the running step, or work in spare time, takes already, else 0; `now` by `time.monotonic`."""
+        """How long the running step takes already, until its events are told, or work in spare time; else 0.
+
+        `now` by `time.monotonic`.
+        """
         began_at = self._step_began_at
         return 0.0 if began_at is None else now - began_at
 
@@ -320,10 +323,7 @@ class Engine:
             while not self._stopping.is_set():
                 self._take_commands(wait=self._frozen or (idle and not self._use_spare_time()))
                 self._freeze_if_settled()
-                idle = not self._frozen and not self._step()
-                self._freeze_if_settled()
-                self._load = self._core.load()
-                self._emit(self._core.take_events())
+                idle = self._timed(self._turn)
         finally:
             self._abandon()
 
@@ -336,8 +336,13 @@ class Engine:
         except queue.Empty:
             return
 
-    def _step(self) -> bool:
-        return self._timed(self._core.step)
+    def _turn(self) -> bool:
+        """One step, if there is anything to compute, and what came of it; whether nothing can move."""
+        idle = not self._frozen and not self._core.step()
+        self._freeze_if_settled()
+        self._load = self._core.load()
+        self._emit(self._core.take_events())
+        return idle
 
     def _use_spare_time(self) -> bool:
         """Whether something was done, or there is no time to spare."""

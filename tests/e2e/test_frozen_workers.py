@@ -15,7 +15,9 @@ from tests.e2e.fleet import (
     until_healthy,
     until_states,
     until_status,
+    until_unwell,
 )
+from tests.e2e.frozen_thread import busiest_thread, cpu_times, frozen
 from tests.e2e.long_requests import LONG, assert_ended, generate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("dead_workers")]
@@ -90,3 +92,31 @@ async def test_without_workers_of_a_role_nobody_is_ready(fleet: Fleet, fleet_cli
     await until_status(fleet_client, "/ready", 200)
     await until_status(fleet_client, "/health", 200)
     assert not assert_ended([await generate(fleet_client, 2, 4)], 4)[1]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_frozen_engine_makes_its_worker_unhealthy(fleet: Fleet, fleet_client: Client, role: Role) -> None:
+    """vllm#39863, #36451: only the engine's thread stands still, in the middle of its work; the process answers."""
+    worker, other = fleet.of(role)
+    before = cpu_times(worker.pid)
+    # Prompts for the one, tokens for the other: by the end of the first few the engine has worked the most by far.
+    length, num_tokens = (1800, 4) if role == "prefill" else (40, LONG)
+    requests = [asyncio.create_task(generate(fleet_client, i, num_tokens, length=length)) for i in range(20)]
+    await until(lambda: has_computed(worker, before))
+    other.freeze()
+    try:
+        with frozen(busiest_thread(worker.pid, before)):
+            await until_unwell(worker)
+            await until_status(fleet_client, "/ready", 503)
+    finally:
+        other.thaw()
+    await until_healthy(fleet_client, worker, other)
+    await until_status(fleet_client, "/ready", 200)
+    assert_ended(await asyncio.gather(*requests), num_tokens)
+    assert not assert_ended([await generate(fleet_client, 100 + i, 4) for i in range(4)], 4)[1]
+
+
+async def has_computed(worker: Process, before: dict[int, float]) -> bool:
+    """One of its threads, for a while."""
+    now = cpu_times(worker.pid)
+    return max(now[each] - before.get(each, 0.0) for each in now) > 0.2

@@ -61,6 +61,49 @@ def test_work_in_spare_time_that_does_not_end_is_a_reason_too() -> None:
     consumer.assert_baseline()
 
 
+def test_a_step_whose_events_are_never_told_is_a_reason_to_complain(consumer: Consumer) -> None:
+    """The thread may stand still anywhere: the step itself has ended here."""
+    clock, telling, go_on = Clock(), threading.Event(), threading.Event()
+    health = EngineHealth(consumer.engine, step_timeout_s=8, clock=clock)
+
+    def hold(_: object) -> None:
+        telling.set()
+        go_on.wait()
+
+    consumer.on_batch = hold
+    transcript = consumer.submit(make_request("a", PROMPT, greedy(3)))
+    assert telling.wait(timeout=10)
+    assert health.complaint() is None
+    clock.ahead_s = 9
+    assert health.complaint() is not None
+    go_on.set()
+    consumer.receive_until_ended(transcript)
+    assert consumer.engine.check_invariants() == []  # a barrier
+    assert health.complaint() is None
+
+
+def test_a_long_prompt_is_no_reason_to_complain(consumer: Consumer) -> None:
+    """Its prefill takes longer than any of its steps may."""
+    step_s, step_timeout_s, num_steps = 0.2, 2.0, 15
+
+    def takes_a_while(_: object) -> bool:
+        time.sleep(step_s)  # the work itself
+        return False
+
+    consumer.runner.fails_on = takes_a_while
+    health = EngineHealth(consumer.engine, step_timeout_s)
+    began = time.monotonic()
+    transcript = consumer.submit(make_request("a", PROMPT[:4] * num_steps, greedy(1)))
+    complaints = []
+    while not transcript.ended:
+        while consumer.batches.empty():
+            complaints.append(health.complaint())
+            time.sleep(step_s / 4)  # a poll: health has no event
+        consumer.receive()
+    assert time.monotonic() - began > step_timeout_s
+    assert set(complaints) == {None}
+
+
 def test_an_idle_engine_is_healthy_for_ever(consumer: Consumer) -> None:
     assert consumer.engine.check_invariants() == []
     assert EngineHealth(consumer.engine, step_timeout_s=8, clock=Clock(1e6)).complaint() is None
