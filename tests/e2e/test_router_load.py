@@ -5,22 +5,28 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import psutil
 import pytest
 
 from tests.e2e.cluster import until
+from tests.e2e.cpu_wait import cpu_wait_s
 from tests.fakes.paced_worker import LARGE, PACE_S, ROW_BYTES
 
 GENERATE = "/inference/v1/generate"
 NUM_STREAMS = 8
-#: A machine that is busy with other things disturbs the pace of everything; one quiet measurement is enough.
-MAX_ATTEMPTS = 12
+#: Most of them must keep the pace; a single one may be disturbed by the machine.
+NUM_ROUNDS = 5
+#: What /health may take meanwhile.
+HEALTH_S = 0.1
+#: How often processes are asked how long they waited for a cpu, at most: asking takes a millisecond.
+SAMPLE_S = 0.01
 
 
 @asynccontextmanager
@@ -33,6 +39,7 @@ async def router(folder: Path, *flags: str) -> AsyncIterator[tuple[aiohttp.Clien
     address = (await worker.stdout.readline()).decode().strip()
     ready = folder / "ready.json"
     base = ["--port", "0", "--decode", address, "--ready-file", str(ready), "--log-level", "warning"]
+    base += ["--heartbeat-timeout-s", "60", "--connect-timeout-s", "60"]  # on a busy machine everybody is slow
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "router", *base, *flags)
     try:
         await until(lambda: _exists(ready), 60)
@@ -57,27 +64,55 @@ async def _is_ready(http: aiohttp.ClientSession) -> bool:
 
 
 class Pace:
-    """Streams that run until they are stopped, and the longest gap between tokens of one of them since `begin`."""
+    """Streams that run until they are stopped, and the longest gap between tokens of one of them since `begin`.
+
+    Less what the processes waited for a cpu in the meantime: a machine that is busy with other things disturbs the
+    pace of everything.
+    """
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self._http = http
-        self._last = [0.0] * NUM_STREAMS
+        self._last: list[Moment | None] = [None] * NUM_STREAMS
         self.begin()
 
     def begin(self) -> None:
-        self._begun = time.perf_counter()
+        self._begun = self._now = Moment.now()
         self.longest_gap_s = 0.0
+
+    @property
+    def all_read(self) -> bool:
+        return None not in self._last
 
     async def read(self, index: int) -> None:
         body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 10_000}, "stream": True}
         async with self._http.post(GENERATE, json=body) as response:
             assert response.status == 200
             async for _ in response.content.iter_any():
-                now, last = time.perf_counter(), self._last[index]
+                now, last = self._moment(), self._last[index]
                 # A gap that began before counts with what of it came after.
                 if last:
-                    self.longest_gap_s = max(self.longest_gap_s, now - max(last, self._begun))
+                    self.longest_gap_s = max(self.longest_gap_s, now.since(max(last, self._begun)))
                 self._last[index] = now
+
+    def _moment(self) -> "Moment":
+        """Tokens of all streams come at about the same time."""
+        if time.perf_counter() - self._now.at_s > SAMPLE_S:
+            self._now = Moment.now()
+        return self._now
+
+
+@dataclass(frozen=True, order=True)
+class Moment:
+    at_s: float
+    waited_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(time.perf_counter(), cpu_wait_s())
+
+    def since(self, earlier: Self) -> float:
+        """Seconds in between in which nobody waited for a cpu."""
+        return max(0.0, self.at_s - earlier.at_s - max(0.0, self.waited_s - earlier.waited_s))
 
 
 @asynccontextmanager
@@ -92,7 +127,7 @@ async def streaming(http: aiohttp.ClientSession) -> AsyncIterator[Pace]:
 
 
 async def _all_read(pace: Pace) -> bool:
-    return all(pace._last)
+    return pace.all_read
 
 
 async def large_answer(http: aiohttp.ClientSession, options: dict[str, Any]) -> int:
@@ -112,12 +147,12 @@ async def slowest_health(http: aiohttp.ClientSession) -> float:
     slowest = 0.0
     with contextlib.suppress(asyncio.CancelledError):
         while True:
-            begun = time.perf_counter()
+            begun = Moment.now()
             async with http.get("/health") as response:
                 assert response.status == 200
                 await response.read()
-            slowest = max(slowest, time.perf_counter() - begun)
-            await asyncio.sleep(0.01)
+            slowest = max(slowest, Moment.now().since(begun))
+            await asyncio.sleep(5 * SAMPLE_S)
     return slowest
 
 
@@ -129,22 +164,37 @@ async def slowest_health(http: aiohttp.ClientSession) -> float:
 )
 async def test_fifty_megabytes_of_rows_stop_nobody(tmp_path: Path, options: dict[str, Any]) -> None:
     """sglang#24851, vllm#28284, verifiers/prime-rl#2614: encoding a long history held up all other streams."""
-    measured = []
+    rounds: list[Round] = []
     async with router(tmp_path) as (http, _), streaming(http) as pace:
-        for _ in range(MAX_ATTEMPTS):
-            pace.begin()
-            await asyncio.sleep(10 * PACE_S)
-            baseline_s = pace.longest_gap_s
-            pace.begin()
-            health = asyncio.create_task(slowest_health(http))
-            num_bytes = await large_answer(http, options)
-            await asyncio.sleep(2 * PACE_S)
-            health.cancel()
-            measured.append((baseline_s, pace.longest_gap_s, await health))
-            assert num_bytes > LARGE * ROW_BYTES * 4 // 3
-            if measured[-1][1] < 2 * baseline_s and measured[-1][2] < 0.1:
-                return
-    pytest.fail(f"gap alone, gap beside 50 MB, /health (s), each time: {measured}")
+        while sum(each.is_good for each in rounds) <= NUM_ROUNDS // 2:
+            assert sum(not each.is_good for each in rounds) <= NUM_ROUNDS // 2, rounds
+            usual_gap_s, _ = await disturbance(http, pace, asyncio.sleep(10 * PACE_S))
+            answer = asyncio.create_task(large_answer(http, options))
+            rounds.append(Round(usual_gap_s, *await disturbance(http, pace, asyncio.wait([answer]))))
+            assert await answer > LARGE * ROW_BYTES * 4 // 3
+
+
+@dataclass(frozen=True)
+class Round:
+    """The longest gap of a stream alone, and that beside 50 MB, with the slowest answer of /health."""
+
+    usual_gap_s: float
+    gap_s: float
+    health_s: float
+
+    @property
+    def is_good(self) -> bool:
+        return self.gap_s < 2 * max(self.usual_gap_s, PACE_S) and self.health_s < HEALTH_S
+
+
+async def disturbance(http: aiohttp.ClientSession, pace: Pace, work: Awaitable[object]) -> tuple[float, float]:
+    """The longest gap and the slowest /health while that goes on, and two tokens longer."""
+    pace.begin()
+    health = asyncio.create_task(slowest_health(http))
+    await work
+    await asyncio.sleep(2 * PACE_S)  # a gap ends with the token after it
+    health.cancel()
+    return pace.longest_gap_s, await health
 
 
 #: Together in one request: few, so that what is in use for a moment only is little.
@@ -153,9 +203,9 @@ PROMPTS_PER_REQUEST = 10
 PROMPT_LEN = 145
 #: What placement may remember here, far less than 10^3 prompts have.
 MAX_PREFIXES = 1000
-#: Buffers, caches and fragmentation that the first tenth has not yet brought; 1 to 3 MB were seen. Without the bound
-#: 9,000 prompts take 8 to 9 MB in placement's memory alone, and their ids as Python objects would take 50.
-MAX_GROWTH_BYTES = 4 * 2**20
+#: By the number of prompts: buffers, caches and fragmentation that the first tenth has not yet brought. 3 and 4 MB were
+#: seen. Without the bound placement's memory alone takes 8 to 9 MB of 9,000 prompts.
+MAX_GROWTH_BYTES = {10_000: 4 * 2**20, 100_000: 8 * 2**20}
 
 
 def unique_prompt(number: int) -> list[int]:
@@ -188,4 +238,4 @@ async def test_unique_prompts_leave_nothing_behind(
         await send(num_prompts // 10, num_prompts)
         growth = process.memory_info().rss - before
         record_property("rss_growth_bytes", growth)
-        assert growth < MAX_GROWTH_BYTES
+        assert growth < MAX_GROWTH_BYTES[num_prompts]

@@ -1,6 +1,7 @@
 """`moerelay up --router-processes 4` on a real model: one cluster to its clients, with the bytes of one process."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import aiohttp
 import psutil
 import pytest
 
+from router.text.tokenizer import load_tokenizer
 from tests.e2e.cluster import Answer, Client, Cluster, JsonObject, running_cluster, until
 from tests.e2e.conftest import FLAGS
 
@@ -67,22 +69,27 @@ async def test_an_abort_reaches_the_other_process(four_processes: Cluster) -> No
 
 @pytest.mark.cluster
 @pytest.mark.xdist_group("router-processes")
-async def test_nobody_is_forked(four_processes: Cluster, disaggregated: Cluster) -> None:
+async def test_nobody_is_forked(four_processes: Cluster, disaggregated: Cluster, tiny_model: Path) -> None:
     """exo#553, tokenizers#187, Megatron-Bridge#5328: a fork would copy the locks of gRPC's and the tokenizer's threads.
 
     Every process is a program of its own from its first instruction on, with one router process and with several.
     """
+    tokenizer = load_tokenizer(tiny_model)
+    assert tokenizer is not None
     for cluster in (disaggregated, four_processes):
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as session:
             client = Client(session, cluster.url)
             requests = (client.generate([3 + i % 200, 5], stream=i % 2 == 0, max_tokens=4) for i in range(100))
             assert all(answer.error is None for answer in await asyncio.gather(*requests))
-            # A grammar is compiled by a child of the router.
-            body = {"token_ids": [5, 6], "sampling_params": {"structured_outputs": {"regex": "a+"}, "max_tokens": 2}}
-            async with session.post(f"{cluster.url}/inference/v1/generate", json=body) as response:
-                assert response.status in (200, 400), "400: the checkpoint has no tokenizer"
+            # A grammar is checked by a child of a router process, which holds a tokenizer and its threads by now.
+            grammar = {"structured_outputs": {"regex": "a+"}, "max_tokens": 2}
+            answers = [await client.generate([5, 6], sampling_params=grammar) for _ in range(4)]
+        for answer in answers:
+            assert re.fullmatch("a+", tokenizer.decode(answer.token_ids, True))
         assert "fork" not in cluster.log.read_text().lower()
-        for child in psutil.Process(cluster.process.pid).children(recursive=True):
+        children = psutil.Process(cluster.process.pid).children(recursive=True)
+        assert any("router.text.grammar_child" in child.cmdline() for child in children)
+        for child in children:
             parent = child.parent()
             assert parent is not None
             assert child.cmdline() != parent.cmdline()
