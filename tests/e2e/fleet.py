@@ -90,6 +90,8 @@ class Fleet:
     router_flags: tuple[str, ...] = ()
     workers: list[Process] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    #: All that was ever started, also what never served.
+    _launched: list[Process] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -102,7 +104,9 @@ class Fleet:
         """Starts a worker, which the router will find once `admit` has been called."""
         name = f"{role}-{next(self._numbers)}"
         command = ("--model", str(self.model), "--port", str(port), "--worker-id", name, *WORKER_FLAGS, *flags)
-        return _start(f"{role}_worker", name, self.folder, *command, role=role)
+        worker = _start(f"{role}_worker", name, self.folder, *command, role=role)
+        self._launched.append(worker)
+        return worker
 
     def admit(self, *workers: Process) -> None:
         """Waits until they serve and lists them."""
@@ -146,7 +150,7 @@ class Fleet:
         self.admit(*started)
 
     def end(self) -> None:
-        for process in (self.router, *self.workers):
+        for process in (self.router, *self._launched):
             if process.popen.poll() is None:
                 process.thaw()
                 process.kill()
