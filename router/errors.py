@@ -5,6 +5,7 @@ from aiohttp import web
 from common.errors import (
     HTTP_TABLE,
     AuthenticationError,
+    InternalError,
     MoerelayError,
     NotFoundError,
     OverloadedError,
@@ -29,6 +30,24 @@ MAX_MESSAGE_CHARS = 2000
 def status_of(error: MoerelayError) -> tuple[int, str]:
     """HTTP status and error type of the nearest class in HTTP_TABLE."""
     return next(HTTP_TABLE[cls] for cls in type(error).__mro__ if cls in HTTP_TABLE)
+
+
+#: The class that best fits the `type` of an error body.
+_CLASS_BY_TYPE = {kind: cls for cls, (_, kind) in reversed(HTTP_TABLE.items())}
+
+
+def error_named(kind: str, message: str, param: str | None = None) -> MoerelayError:
+    """The inverse of `status_of`, as far as a type names a class."""
+    return _CLASS_BY_TYPE.get(kind, InternalError)(message, param=param)
+
+
+def error_in(body: bytes, whose: str) -> MoerelayError:
+    """What an error body says; `whose` it is, for one that is none."""
+    try:
+        detail = ErrorResponse.model_validate_json(body).error
+    except ValueError:
+        return InternalError(f"{whose} failed: {body[:MAX_MESSAGE_CHARS].decode(errors='replace')}")
+    return error_named(detail.type, detail.message, detail.param)
 
 
 def error_body(error: MoerelayError) -> bytes:

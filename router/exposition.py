@@ -1,7 +1,7 @@
 """/metrics: the router's families and every worker's, merged by name into one Prometheus text."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,41 +34,32 @@ class MergedFamilies(Collector):
         return self._families.values()
 
 
-#: Gauges that count something of each process; the others say the same in all of them, or cannot be added.
-_COUNTING_GAUGES = frozenset(
-    {
-        "moerelay_router_in_flight",
-        "moerelay_router_processes",
-        "process_open_fds",
-        "process_resident_memory_bytes",
-        "process_virtual_memory_bytes",
-    }
-)
+#: Gauges of one process; the others say the same in all of them.
+_PROCESS_GAUGES = frozenset({"moerelay_router_in_flight", "moerelay_router_processes"})
 
 
-def added_up(own: Iterable[Metric], others: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """One process's families with the counts of the others added to its own."""
-    families = {family.name: family for family in own}
-    for family in (family for other in others for family in other):
-        mine = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-        if family.type == "gauge" and family.name not in _COUNTING_GAUGES:
-            continue
-        values = {(sample.name, *sorted(sample.labels.items())): sample for sample in mine.samples}
-        for sample in family.samples:
-            key = (sample.name, *sorted(sample.labels.items()))
-            known = values.get(key)
-            values[key] = sample if known is None else known._replace(value=known.value + sample.value)
-        mine.samples = list(values.values())
-    return list(families.values())
+def _is_of_process(family: Metric) -> bool:
+    return family.type != "gauge" or family.name in _PROCESS_GAUGES or family.name.startswith("process_")
 
 
-async def exposition(own: CollectorRegistry, others: Iterable[str], fleet: Fleet, timeout_s: float) -> bytes:
+async def exposition(
+    own: CollectorRegistry, fleet: Fleet, timeout_s: float, *, process: int | None, others: Mapping[int, str]
+) -> bytes:
     """Prometheus text of the router and of every worker that answers in time.
 
-    `others`: what the router's other processes say of themselves.
+    Each of several processes has series of its own, with the label `process`: of a sum over them, the death of one
+    would look like a restart of all.
+
+    Args:
+        process: number of this process; None: the router has no other.
+        others: what the router's other processes say of themselves, by number.
     """
     merged = MergedFamilies()
-    merged.add(added_up(own.collect(), map(text_string_to_metric_families, others)))
+    for family in own.collect():
+        merged.add([family], {"process": str(process)} if process is not None and _is_of_process(family) else None)
+    for number, text in others.items():
+        theirs = filter(_is_of_process, text_string_to_metric_families(text))
+        merged.add(theirs, {"process": str(number)})
     alive = [worker for worker in fleet.workers if worker.state is not State.DEAD]
     answers = await asyncio.gather(*(_of_worker(worker, timeout_s) for worker in alive))
     for worker, text in zip(alive, answers, strict=True):

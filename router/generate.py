@@ -5,7 +5,7 @@ import asyncio
 from aiohttp import web
 
 from common.errors import InvalidRequestError, NotFoundError
-from router.aborts import abort_here
+from router.aborts import abort_here, ended
 from router.answer import GenerateDialect
 from router.json_answer import json_answer
 from router.json_body import read_body
@@ -57,11 +57,12 @@ async def abort_requests(request: web.Request) -> web.Response:
     Raises:
         NotFoundError: none of the ids is live.
         UnavailableError: one was not found, and may be live on a process of this router that does not answer.
+        MoerelayError: a worker could not be told; which requests were ended is said.
     """
     body = await read_body(request, AbortRequestsRequest, request.app[UNKNOWN_FIELDS])
     names = list(dict.fromkeys(body.request_ids))
     here, elsewhere = await asyncio.gather(abort_here(request.app, names), request.app[SIBLINGS].abort(names))
-    found = here.union(*elsewhere.said)
+    found = ended([here, *elsewhere.said])
     aborted = [name for name in names if name in found]
     unknown = [name for name in names if name not in found]
     if unknown:
@@ -95,7 +96,7 @@ OPERATIONS = (
         "End live requests; each answers with what it has.",
         answer=AbortRequestsResponse,
         body=AbortRequestsRequest,
-        errors=(404, 503),
+        errors=(404, 502, 503),
         tag="generation",
     ),
 )

@@ -41,11 +41,15 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """As `health`, and 503 while the cluster is paused and from the moment the router drains."""
+    """As `health`, and 503 while the cluster is paused, from the moment the router drains, and while one of its
+    processes does not answer: to that belongs a share of the connections.
+    """
     if request.app[LIVE].draining:
         raise UnavailableError("the router is draining")
     request.app[FLEET].model()
-    for state in (await request.app[SIBLINGS].states()).said:
+    states = await request.app[SIBLINGS].states()
+    states.require_all()
+    for state in states.said:
         if state.complaint is not None:
             raise UnavailableError(f"another process of this router is not ready: {state.complaint}")
     return await health(request)
@@ -82,12 +86,16 @@ async def cluster(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Raises UnavailableError if a process of this router does not say its part: smaller sums would be a reset."""
-    own = request.app[METRICS]
+    """A process of this router that does not answer lacks; the others' series go on."""
+    own, siblings = request.app[METRICS], request.app[SIBLINGS]
     own.refresh()
-    others = await request.app[SIBLINGS].metrics()
-    others.require_all()
-    text = await exposition(own.registry, others.said, request.app[FLEET], request.app[SETTINGS].heartbeat_timeout_s)
+    text = await exposition(
+        own.registry,
+        request.app[FLEET],
+        request.app[SETTINGS].heartbeat_timeout_s,
+        process=None if siblings.is_alone else siblings.index,
+        others=(await siblings.metrics()).by_process,
+    )
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -157,7 +165,7 @@ def _unheard(worker: Worker) -> WorkerView:
 
 LIVE_OPERATION = Operation("get", "/live", "The process runs.", answer=LiveResponse)
 METRICS_OPERATION = Operation(
-    "get", "/metrics", "Prometheus text of the router and its workers.", media_type="text/plain", errors=(503,)
+    "get", "/metrics", "Prometheus text of the router and its workers.", media_type="text/plain"
 )
 VERSION_OPERATION = Operation("get", "/version", "Version of moerelay.", answer=VersionResponse)
 DOCUMENT_OPERATIONS = (

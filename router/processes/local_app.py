@@ -42,12 +42,12 @@ async def _refresh(request: web.Request) -> web.Response:
 
 async def _abort(request: web.Request) -> web.Response:
     names = msgspec.json.decode(await request.read(), type=list[str])
-    return _json(Aborted(list(await abort_here(request.app, names))))
+    return _json(await abort_here(request.app, names))
 
 
 async def _abort_rid(request: web.Request) -> web.Response:
     rid = msgspec.json.decode(await request.read(), type=str | None)
-    return _json(Aborted(await abort_rid_here(request.app, rid)))
+    return _json(await abort_rid_here(request.app, rid))
 
 
 def _json(answer: ProcessState | Aborted) -> web.Response:

@@ -19,7 +19,9 @@ from common.errors import ConfigError, MoerelayError, StartupError, WorkerLostEr
 from common.process import host_port, stop_signals, write_ready_file
 from router.calls import task_group
 from router.processes.place import DIRECTORY_PREFIX, READY_LINE, REFUSAL, Place
+from router.processes.siblings import socket_path
 from router.processes.sockets import SharedPort, bind
+from router.processes.watch import PING_INTERVAL_S, kill_when_silent
 
 #: Between the death of a process and its replacement, so that one that dies of every request does not fill the log.
 RESTART_PAUSE_S = 0.5
@@ -68,6 +70,7 @@ class Parent:
         *,
         restart_pause_s: float = RESTART_PAUSE_S,
         max_failed_restarts: int = MAX_FAILED_RESTARTS,
+        ping_interval_s: float = PING_INTERVAL_S,
     ) -> None:
         self._settings = settings
         self._directory = directory
@@ -76,6 +79,7 @@ class Parent:
         self._stop = stop
         self._restart_pause_s = restart_pause_s
         self._max_failed_restarts = max_failed_restarts
+        self._ping_interval_s = ping_interval_s
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         #: Whether the first process of each index has served.
         self._started = [asyncio.Event() for _ in sockets]
@@ -157,7 +161,7 @@ class Parent:
             if self._stopping.is_set():  # it was not there yet when the others were signalled
                 _terminate(process)
             served = await self._serves(process, index)
-            code = await process.wait()
+            code = await self._watched(process, index) if served else await process.wait()
         finally:
             await _end(process)
             del self._processes[index]
@@ -168,6 +172,17 @@ class Parent:
             log.error("router_process_died", index=index, code=code, hint="its requests are lost; it is started again")
         else:
             raise WorkerLostError(f"router process {index} ended with code {code} before it served")
+
+    async def _watched(self, process: asyncio.subprocess.Process, index: int) -> int:
+        """The code with which it ends. One that hangs is killed."""
+        watch = asyncio.create_task(
+            kill_when_silent(process, socket_path(self._directory, index), interval_s=self._ping_interval_s)
+        )
+        try:
+            return await process.wait()
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
 
     async def _start(self, index: int) -> asyncio.subprocess.Process:
         control = [each.fileno() for each in self._control] if index == 0 else []

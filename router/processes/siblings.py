@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
@@ -15,7 +16,8 @@ import msgspec
 from aiohttp import web
 from structlog import get_logger
 
-from common.errors import UnavailableError
+from common.errors import MoerelayError, UnavailableError
+from router.errors import error_in
 
 #: Of an answer that needs no worker.
 LOCAL_TIMEOUT_S = 3.0
@@ -50,27 +52,42 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Ids that were live on the process and have been told to stop."""
+    """Ids that were live on the process and have been told to stop.
+
+    `failed`: those whose workers could not be told, each with the type and the message of the error.
+    """
 
     aborted: list[str]
+    failed: dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answers(Generic[AnswerT]):
-    """What the other processes have said. `silent`: those that exist and have not answered in time."""
+    """What the other processes have said, by their numbers.
 
-    said: list[AnswerT]
+    `refused`: errors of those that answered with one. `silent`: those that exist and have not answered in time.
+    """
+
+    by_process: dict[int, AnswerT]
+    refused: list[MoerelayError]
     silent: list[int]
 
+    @property
+    def said(self) -> list[AnswerT]:
+        return list(self.by_process.values())
+
     def require_all(self) -> None:
-        """Raises UnavailableError if a process is missing that may have had something to say."""
+        """Raises UnavailableError if a process is missing that may have had something to say, or its own error."""
+        if self.refused:
+            raise self.refused[0]
         if self.silent:
             names = ", ".join(map(str, self.silent))
             raise UnavailableError(f"of this router's processes, {names} did not answer in time; try again")
 
     def map(self, function: Callable[[AnswerT], OtherT]) -> "Answers[OtherT]":
         """Each answer as `function` has it."""
-        return Answers([function(each) for each in self.said], self.silent)
+        said = {number: function(each) for number, each in self.by_process.items()}
+        return Answers(said, self.refused, self.silent)
 
 
 class _Missing(Enum):
@@ -123,6 +140,11 @@ class Siblings:
             await asyncio.gather(*(session.close() for session in others.values()))
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the router has no other process."""
+        return not self._others
+
+    @property
     def leads(self) -> bool:
         """Whether this process carries out what concerns the whole cluster."""
         return self.index == 0
@@ -139,12 +161,12 @@ class Siblings:
         """Lets them hear the workers' newest state."""
         await self._ask_all("POST", "/refresh", None, self._local_timeout_s)
 
-    async def abort(self, names: Iterable[str]) -> Answers[list[str]]:
-        """Ends these requests wherever they are; the names that were found."""
+    async def abort(self, names: Iterable[str]) -> Answers[Aborted]:
+        """Ends these requests wherever they are."""
         return (await self._ask_all("POST", "/abort", list(names), self._abort_timeout_s)).map(_aborted)
 
-    async def abort_rid(self, rid: str | None) -> Answers[list[str]]:
-        """SGLang's abort: a request, a choice of a batch, or everything; what was found."""
+    async def abort_rid(self, rid: str | None) -> Answers[Aborted]:
+        """SGLang's abort: a request, a choice of a batch, or everything."""
         return (await self._ask_all("POST", "/abort_rid", rid, self._abort_timeout_s)).map(_aborted)
 
     async def forward(self, request: web.Request, body: bytes) -> web.Response:
@@ -165,16 +187,25 @@ class Siblings:
     async def _ask_all(self, method: str, path: str, body: object, timeout_s: float) -> Answers[bytes]:
         asked = [self._ask(other, method, path, body, timeout_s) for other in self._others]
         answers = dict(zip(self._others, await asyncio.gather(*asked), strict=True))
-        said = [answer for answer in answers.values() if isinstance(answer, bytes)]
-        return Answers(said, [index for index, answer in answers.items() if answer is _Missing.SILENT])
+        return Answers(
+            {index: answer for index, answer in answers.items() if isinstance(answer, bytes)},
+            [answer for answer in answers.values() if isinstance(answer, MoerelayError)],
+            [index for index, answer in answers.items() if answer is _Missing.SILENT],
+        )
 
-    async def _ask(self, other: int, method: str, path: str, body: object, timeout_s: float) -> bytes | _Missing:
+    async def _ask(
+        self, other: int, method: str, path: str, body: object, timeout_s: float
+    ) -> bytes | MoerelayError | _Missing:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         data = msgspec.json.encode(body)
         try:
             async with self._others[other].request(method, path, data=data, timeout=timeout) as response:
-                response.raise_for_status()
-                return await response.read()
+                answer = await response.read()
+                if response.status < HTTPStatus.BAD_REQUEST:
+                    return answer
+                refusal = error_in(answer, f"process {other} of this router")
+                log.warning("router_process_refused", index=other, path=path, error=refusal.message)
+                return refusal
         except (aiohttp.ClientError, TimeoutError) as error:
             gone = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, _NOBODY_LISTENS)
             event = "router_process_gone" if gone else "router_process_silent"
@@ -182,8 +213,8 @@ class Siblings:
             return _Missing.GONE if gone else _Missing.SILENT
 
 
-def _aborted(answer: bytes) -> list[str]:
-    return msgspec.json.decode(answer, type=Aborted).aborted
+def _aborted(answer: bytes) -> Aborted:
+    return msgspec.json.decode(answer, type=Aborted)
 
 
 def _end_to_end(headers: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -2,12 +2,11 @@
 
 import asyncio
 from functools import partial
-from itertools import chain
 
 from aiohttp import web
 
 from common.errors import InvalidRequestError, NotFoundError
-from router.aborts import abort_rid_here
+from router.aborts import abort_rid_here, ended
 from router.auth import GUARD
 from router.generate import GENERATE_ERRORS
 from router.job import REQUEST_ID_HEADER
@@ -75,6 +74,7 @@ async def abort_request(request: web.Request) -> web.Response:
         AuthenticationError: "everything" is for administrators, where clients have keys.
         NotFoundError: nothing live has this id.
         UnavailableError: it may be live on a process of this router that does not answer.
+        MoerelayError: a worker could not be told; which requests were ended is said.
     """
     body = await read_body(request, SglangAbortRequest, request.app[UNKNOWN_FIELDS])
     if not (body.rid or body.abort_all):
@@ -83,7 +83,7 @@ async def abort_request(request: web.Request) -> web.Response:
         request.app[GUARD].check_administrator(request, "abort_all")
     rid = None if body.abort_all else body.rid
     here, elsewhere = await asyncio.gather(abort_rid_here(request.app, rid), request.app[SIBLINGS].abort_rid(rid))
-    aborted = list(dict.fromkeys(chain(here, *elsewhere.said)))
+    aborted = ended([here, *elsewhere.said])
     if rid is None or not aborted:
         elsewhere.require_all()
     if rid is not None and not aborted:
@@ -112,7 +112,7 @@ OPERATIONS = (
         "End a request, a choice of a batch, or everything; each answers with what it has.",
         answer=SglangAbortAnswer,
         body=SglangAbortRequest,
-        errors=(404, 503),
+        errors=(404, 502, 503),
         tag="SGLang",
     ),
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -132,6 +133,24 @@ async def test_a_replacement_that_cannot_start_leaves_the_others_alone(tmp_path:
             running.stop.set()
             await running.ended()
     assert "is not a directory" in next(e["reason"] for e in logs if e["event"] == "router_process_not_replaced")
+
+
+async def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with parent_of_two(tmp_path, restart_pause_s=0.01, ping_interval_s=1.0) as running:
+            victim, other = sorted(children())
+            os.kill(victim, signal.SIGSTOP)
+            await logged(logs, "router_process_died")
+
+            async def is_replaced() -> bool:
+                return len(children()) == 2
+
+            await poll(is_replaced)
+            assert victim not in children()
+            assert other in children()
+            running.stop.set()
+            await running.ended()
+    assert [each["pid"] for each in logs if each["event"] == "router_process_hangs"] == [victim]
 
 
 async def test_a_process_that_cannot_be_replaced_ends_the_router_in_order(
