@@ -10,6 +10,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from common.errors import AuthenticationError, ConfigError
+from common.small_file import read_small_file
 
 #: What load balancers probe; open whatever is configured.
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/version"})
@@ -47,7 +48,7 @@ def listed_keys(path: Path, flag: str) -> list[str]:
         ConfigError: the file cannot be read, holds no key, or a key could not be sent in a header.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_small_file(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{flag} {path} cannot be read: {reason}") from error

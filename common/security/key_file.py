@@ -12,6 +12,7 @@ import structlog
 
 from common.errors import ConfigError
 from common.security.watched_file import WatchedFile
+from common.small_file import read_small_file
 
 #: Of the file; another one is refused.
 FORMAT = 1
@@ -68,8 +69,12 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def watch_key_file(path: Path, role: KeyRole, clock: Callable[[], float] = time.monotonic) -> WatchedFile[KeyFile]:
-    """As `read_key_file`, and again whenever it changes. The log says every day that its certificate ends soon."""
-    file = WatchedFile(path, partial(read_key_file, role=role), warn_of_end, every_day=warn_of_end, clock=clock)
+    """As `read_key_file`, and again whenever it changes. The log says every day that its certificate ends soon.
+
+    A file of another cluster is not taken over: all peers would be lost at once.
+    """
+    read = partial(read_key_file, role=role, cluster=read_key_file(path, role).cluster)
+    file = WatchedFile(path, read, warn_of_end, every_day=warn_of_end, clock=clock)
     warn_of_end(file.value)
     return file
 
@@ -80,15 +85,16 @@ def warn_of_end(keys: KeyFile) -> None:
         log.warning("cluster_keys_end_soon", expires=keys.expires, hint="run `moerelay keys rotate`")
 
 
-def read_key_file(path: Path, role: KeyRole | None = None) -> KeyFile:
-    """Of any kind of process without a `role`.
+def read_key_file(path: Path, role: KeyRole | None = None, cluster: str | None = None) -> KeyFile:
+    """Of any kind of process without a `role`, of any cluster without a `cluster`.
 
     Raises:
-        ConfigError: it cannot be read, is none of `moerelay keys`, or is for another kind of process.
+        ConfigError: it cannot be read, is none of `moerelay keys`, is damaged, or is for another kind of process or
+            another cluster.
     """
     flag = f"--cluster-key-file {path}"
     try:
-        keys = msgspec.json.decode(path.read_bytes(), type=KeyFile)
+        keys = msgspec.json.decode(read_small_file(path), type=KeyFile)
     except OSError as error:
         raise ConfigError(f"{flag} cannot be read: {error.strerror}; `moerelay keys init` makes such files") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -100,7 +106,10 @@ def read_key_file(path: Path, role: KeyRole | None = None) -> KeyFile:
         )
     if role is not None and keys.role != role:
         raise ConfigError(f"{flag} is for a {keys.role} process; give this one {role}.json of the same folder")
-    _check_contents(keys, flag)
+    if cluster is not None and keys.cluster != cluster:
+        raise ConfigError(f"{flag} is of cluster {keys.cluster}, this process of {cluster}; to change, start it anew")
+    if not _is_whole(keys):
+        raise ConfigError(f"{flag} is damaged; make it anew with `moerelay keys rotate`")
     return keys
 
 
@@ -113,13 +122,35 @@ def exposed(path: Path) -> str | None:
     return f"{path} has mode {mode:04o}; others can read it, which chmod 600 ends" if mode & 0o077 else None
 
 
-def _check_contents(keys: KeyFile, flag: str) -> None:
+def _is_whole(keys: KeyFile) -> bool:
+    """Whether everything is there, has its form and fits together, as far as this file can tell."""
+    wanted = {"router": (False, False), "prefill": (True, False), "decode": (False, True)}[keys.role]
+    if not keys.trusted or (keys.handoff_secret_key is not None, bool(keys.handoff_clients)) != wanted:
+        return False
     try:
         datetime.strptime(keys.expires, "%Y-%m-%d")
         curve = [bytes.fromhex(key) for key in (*keys.handoff_clients, keys.handoff_secret_key) if key is not None]
+        return all(len(key) == 32 for key in curve) and _certificates_fit(keys)
     except ValueError:
-        raise ConfigError(f"{flag} is damaged; make it anew with `moerelay keys rotate`") from None
-    wanted = {"router": (False, False), "prefill": (True, False), "decode": (False, True)}[keys.role]
-    complete = (keys.handoff_secret_key is not None, bool(keys.handoff_clients)) == wanted
-    if not complete or not keys.trusted or any(len(key) != 32 for key in curve):
-        raise ConfigError(f"{flag} is damaged; make it anew with `moerelay keys rotate`")
+        return False
+
+
+def _certificates_fit(keys: KeyFile) -> bool:
+    """Whether the private key is that of the certificate, and every authority one of this cluster.
+
+    Raises ValueError if one of them is no PEM.
+    """
+    # Late: what only names keys need not wait for it.
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from cryptography.x509 import load_pem_x509_certificate
+
+    try:
+        shown = load_pem_x509_certificate(keys.certificate.encode())
+        private = load_pem_private_key(keys.private_key.encode(), password=None)
+        trusted = [load_pem_x509_certificate(each.encode()) for each in keys.trusted]
+        fits = shown.public_key() == private.public_key()
+    except (TypeError, UnsupportedAlgorithm) as error:  # it is encrypted, or of a kind that `moerelay keys` never makes
+        raise ValueError(str(error)) from error
+    names = [shown.issuer, *(each.subject for each in trusted)]
+    return fits and all(name.rfc4514_string().startswith(f"CN=moerelay {keys.cluster} ") for name in names)

@@ -10,6 +10,7 @@ import structlog
 from common.config import ApiSettings
 from common.errors import ConfigError
 from common.security.watched_file import WatchedFile
+from common.small_file import read_small_file
 
 log = structlog.get_logger()
 
@@ -67,7 +68,7 @@ def _read_pair(_: Path, *, certfile: Path, keyfile: Path | None) -> _Pair:
 
 def _read(path: Path, flag: str) -> bytes:
     try:
-        return path.read_bytes()
+        return read_small_file(path)
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from error
 

@@ -1,12 +1,10 @@
 """A and AAAA records of a name, each of which is a worker: container networks have one for each replica."""
 
-import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from threading import Thread
 from typing import Any
 
+from common.daemon_thread import on_daemon_thread
 from common.errors import UnavailableError
 from common.process import host_port
 
@@ -35,7 +33,8 @@ class HostRecords:
 
     async def resolve(self) -> Sequence[str]:
         try:
-            found = await _on_thread(lambda: self._look_up(self._host, self._port))
+            # Silent name servers are waited for half a minute.
+            found = await on_daemon_thread(lambda: self._look_up(self._host, self._port), "discovery")
         except socket.gaierror as error:
             if error.errno in _NOTHING:
                 return []
@@ -54,30 +53,3 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 def _of(family: int, found: Sequence[AddressInfo]) -> list[AddressInfo]:
     return [info for info in found if info[0] == family]
-
-
-async def _on_thread(look_up: Callable[[], Sequence[AddressInfo]]) -> Sequence[AddressInfo]:
-    """As `asyncio.to_thread`, but no process waits for it to end: silent name servers are waited for half a minute."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Sequence[AddressInfo]] = loop.create_future()
-
-    def settle(found: Sequence[AddressInfo], error: Exception | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(found)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        found: Sequence[AddressInfo] = ()
-        failed: Exception | None = None
-        try:
-            found = look_up()
-        except (OSError, UnicodeError) as error:
-            failed = error
-        with suppress(RuntimeError):  # the loop is closed, nobody waits any more
-            loop.call_soon_threadsafe(settle, found, failed)
-
-    Thread(target=run, name="discovery", daemon=True).start()
-    return await future

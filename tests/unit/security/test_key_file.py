@@ -8,10 +8,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.errors import ConfigError
-from common.security.key_file import KeyRole, read_key_file, watch_key_file
-from tests.fakes.cluster_keys import key_file, new_authority, write
+from common.security.key_file import KeyFile, KeyRole, read_key_file, watch_key_file
+from tests.fakes.cluster_keys import key_file, new_authority, rotated, write
 
 AUTHORITY = new_authority()
+OTHER = key_file(new_authority(), "prefill")
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
@@ -50,6 +51,15 @@ def test_secrets_are_not_shown() -> None:
         ({"expires": "soon"}, "is damaged"),
         ({"expires": None}, r"is no file of `moerelay keys`: Expected `str`, got `null` - at `\$\.expires`"),
         ({"more": 1}, "is no file of `moerelay keys`"),
+        ({"certificate": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"}, "is damaged"),
+        ({"certificate": ""}, "is damaged"),
+        ({"certificate": OTHER.certificate}, "is damaged"),
+        ({"private_key": "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"}, "is damaged"),
+        ({"private_key": OTHER.private_key}, "is damaged"),
+        ({"certificate": OTHER.certificate, "private_key": OTHER.private_key}, "is damaged"),
+        ({"trusted": ["zz"]}, "is damaged"),
+        ({"trusted": OTHER.trusted}, "is damaged"),
+        ({"cluster": OTHER.cluster}, "is damaged"),
     ],
 )
 def test_refusals(changes: dict[str, object], said: str, tmp_path: Path) -> None:
@@ -104,3 +114,28 @@ def test_seconds_until_the_end() -> None:
     keys = msgspec.structs.replace(key_file(AUTHORITY, "router"), expires="2026-03-02")
     assert keys.seconds_left(datetime(2026, 3, 1, 23, 59, tzinfo=UTC)) == 60
     assert keys.seconds_left(datetime(2026, 3, 3, tzinfo=UTC)) == -86_400
+
+
+def test_a_file_that_would_end_the_cluster_is_not_taken_over(tmp_path: Path) -> None:
+    """It is whole, or valid JSON at least; a peer would believe none of it."""
+    keys, path = key_file(AUTHORITY, "router"), tmp_path / "router.json"
+    file = watch_key_file(write(path, keys), "router")
+    other = key_file(new_authority(), "router")
+    for wrong in (other, msgspec.structs.replace(keys, private_key=other.private_key, generation=7)):
+        with capture_logs() as logs:
+            write(path, wrong)
+            file.poll()
+            file.poll()
+        assert [entry["event"] for entry in logs] == ["key_file_unusable"]
+        assert file.value == keys
+    assert f"is of cluster {other.cluster}, this process of {AUTHORITY.cluster}" in read_refusal(path, other, keys)
+    write(path, newer := key_file(rotated(AUTHORITY), "router"))
+    file.poll()
+    file.poll()
+    assert file.value == newer
+
+
+def read_refusal(path: Path, wrong: KeyFile, keys: KeyFile) -> str:
+    with pytest.raises(ConfigError) as error:
+        read_key_file(write(path, wrong), "router", keys.cluster)
+    return error.value.message

@@ -1,13 +1,16 @@
 """Keys that change while a process runs."""
 
+import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 from structlog.testing import capture_logs
 
 from common.errors import ConfigError
-from common.security.watched_file import WatchedFile
+from common.security.watched_file import WatchedFile, keep_reading
 
 
 def read(path: Path) -> str:
@@ -84,3 +87,39 @@ def test_what_breaks_later_changes_nothing(tmp_path: Path) -> None:
 def test_it_must_be_there_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keys cannot be read"):
         WatchedFile(tmp_path / "keys", read)
+
+
+class Looked:
+    """A file that is looked at; with `answer`, only once that is set. `often`: twenty times."""
+
+    def __init__(self, name: str, answer: Event | None = None) -> None:
+        self.path = Path(name)
+        self.num_looks = 0
+        self.often = Event()
+        self._answer = answer
+
+    def look(self) -> Callable[[], None]:
+        if self._answer:
+            self._answer.wait()
+        return self._count
+
+    def _count(self) -> None:
+        self.num_looks += 1
+        if self.num_looks == 20:
+            self.often.set()
+
+
+async def test_a_file_on_a_mount_that_hangs_holds_up_nothing_else() -> None:
+    """Neither the event loop nor the other file; and one thread waits for it, not one more every second."""
+    answer = Event()
+    hanging, other = Looked("/hanging/keys", answer), Looked("/keys")
+    with capture_logs() as logs:
+        reading = asyncio.create_task(keep_reading([hanging, other], interval_s=0.001, timeout_s=0.02))
+        assert await asyncio.to_thread(other.often.wait, 10)
+        await asyncio.sleep(0.05)
+    assert hanging.num_looks == 0
+    assert [entry["event"] for entry in logs] == ["key_file_unusable"]
+    assert logs[0]["reason"] == "/hanging/keys cannot be looked at: no answer for 0.02 s; does its mount hang?"
+    answer.set()
+    assert await asyncio.to_thread(hanging.often.wait, 10)
+    reading.cancel()

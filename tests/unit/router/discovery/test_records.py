@@ -1,6 +1,6 @@
 """A, AAAA and SRV records, and files, as addresses of workers."""
 
-import asyncio
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,26 +76,6 @@ async def test_a_lookup_that_fails_is_no_answer(error: Exception, said: str) -> 
         await HostRecords("prefill", 7001, look_up).resolve()
 
 
-def test_nobody_waits_for_a_lookup_that_hangs() -> None:
-    """The event loop closes while it is under way; a thread of its default executor would hold it."""
-    go, over = Event(), Event()
-
-    def look_up(host: str, port: int) -> Sequence[AddressInfo]:
-        go.wait()
-        over.set()
-        return []
-
-    async def give_up() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await HostRecords("prefill", 7001, look_up).resolve()
-
-    asyncio.run(give_up())
-    assert not over.is_set()
-    go.set()
-    assert over.wait(10)
-
-
 async def test_srv_records_have_ports() -> None:
     async with NameServer.serving() as (server, resolver):
         server.records["_grpc._tcp.decode.example"] = ["0 5 7002 d1.example.", "9 0 7003 d0.example."]
@@ -136,6 +116,28 @@ async def test_files(tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(UnavailableError, match="is not text"):
         await listed.resolve()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UnavailableError, match="workers cannot be read: it is no regular file"):
+        await listed.resolve()
+
+
+async def test_a_file_on_a_mount_that_hangs_is_waited_for_by_one_thread(tmp_path: Path) -> None:
+    answer, num_calls = Event(), 0
+
+    def read(path: Path) -> bytes:
+        nonlocal num_calls
+        num_calls += 1
+        answer.wait()
+        return b"d1.example:7002"
+
+    listed = ListedInFile(tmp_path / "workers", read, timeout_s=0.01)
+    for _ in range(5):
+        with pytest.raises(UnavailableError, match=r"no answer for 0\.01 s; does its mount hang\?"):
+            await listed.resolve()
+    assert num_calls == 1
+    answer.set()
+    assert await ListedInFile(tmp_path / "workers", read).resolve() == ["d1.example:7002"]
 
 
 def test_which_source_is_looked_up_how() -> None:
