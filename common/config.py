@@ -262,6 +262,9 @@ class ApiSettings(LinkSettings):
     )
     max_event_bytes: ByteSize = Field(64 * 2**10, description="Largest SSE event in delta streams.")
     max_body_bytes: ByteSize = Field(32 * 2**20, description="Largest request body.")
+    max_body_values: int = Field(
+        2_000_000, gt=0, description="Most values in a request body; a key, an object or a list counts as 20."
+    )
     max_header_bytes: ByteSize = Field(64 * 2**10, description="Largest request header, and all of them together.")
     body_timeout_s: Seconds = Field(60.0, description="Time for a request's body to arrive.")
     max_n: int = Field(128, gt=0, description="Largest number of choices per request.")

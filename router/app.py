@@ -17,7 +17,7 @@ from router.cors import CORS, Cors, add_cors_headers, answer_preflights
 from router.defaults import checkpoint_folder, load_defaults
 from router.docs_page import render
 from router.fleet import Fleet
-from router.json_body import BODY_TIMEOUT_S, UnknownFields
+from router.json_body import BODY_LIMITS, BodyLimits, UnknownFields
 from router.keys import (
     DOCS_PAGE,
     DOCUMENT,
@@ -109,7 +109,7 @@ def _application(settings: RouterSettings, surface: Surface, guard: Guard, cors:
     app[SETTINGS] = settings
     app[GUARD] = guard
     app[CORS] = cors
-    app[BODY_TIMEOUT_S] = settings.body_timeout_s
+    app[BODY_LIMITS] = BodyLimits(settings.body_timeout_s, settings.max_body_values)
     app[DOCUMENT] = json_text(described)
     app[DOCS_PAGE] = render(described)
     if cors.enabled:

@@ -112,8 +112,16 @@ class JsonRunner(web.AppRunner):
 
 def create_runner(app: web.Application) -> web.AppRunner:
     """How an application must be run, in the process and in tests."""
-    limit = app[SETTINGS].max_header_bytes
-    return JsonRunner(app, {"access_log": None, "keepalive_timeout": KEEPALIVE_S, "max_field_size": limit})
+    return JsonRunner(
+        app,
+        {
+            "access_log": None,
+            "keepalive_timeout": KEEPALIVE_S,
+            "max_field_size": app[SETTINGS].max_header_bytes,
+            # It would be done on the event loop.
+            "auto_decompress": False,
+        },
+    )
 
 
 @asynccontextmanager

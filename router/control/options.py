@@ -25,6 +25,6 @@ async def read_options(request: web.Request, cls: type[OptionsT], repeated: froz
     except ValidationError as error:
         raise invalid(error) from None
     if raw := await read_bytes(request):
-        body = parse_body(raw, cls, request.app[UNKNOWN_FIELDS])
+        body = await parse_body(request, raw, cls, request.app[UNKNOWN_FIELDS])
         options = options.model_copy(update=body.model_dump(exclude_unset=True))
     return options

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 from common.errors import InvalidRequestError, RequestError
 from router.plan import Ask
@@ -45,8 +46,9 @@ def prompts_of(body: SglangGenerateRequest, tokenizer: Tokenizer | None, max_mod
         for text in texts:
             known.check_fits(text, max_model_len, param="text")
         return [known.encode(text, add_special_tokens=True, param="text") for text in texts]
-    ids: list[int] | list[list[int]] = body.input_ids or []
-    prompts = [each for each in ids if isinstance(each, list)] or [[each for each in ids if isinstance(each, int)]]
+    ids = body.input_ids or []
+    # Not each of them: there may be millions.
+    prompts = cast(list[list[int]], ids if isinstance((*ids[:1], None)[0], list) else [ids])
     _check_not_empty(prompts, "input_ids")
     return prompts
 
