@@ -12,6 +12,7 @@ from common.security.watched_file import Pollable, reading
 from common.tracing import open_tracing
 from router.access import ACCESS, CLUSTER_KEYS, Access, load_cluster_keys
 from router.auth import GUARD, Guard, expect_continue, require_key
+from router.connections import FEW_CONNECTIONS, MAX_CONNECTIONS
 from router.control.routes import controlling
 from router.cors import CORS, Cors, add_cors_headers, answer_preflights
 from router.defaults import checkpoint_folder, load_defaults
@@ -94,6 +95,7 @@ def create_control_app(public: web.Application) -> web.Application:
     """The application of the control port, over what the public one has; to be started after it."""
     access = public[ACCESS]
     control = _application(public[SETTINGS], CONTROL, Guard(access.admin_keys, refuses_pages=True), access.cors)
+    control[MAX_CONNECTIONS] = FEW_CONNECTIONS
     share(public, control)
     if TLS in public:
         control[TLS] = public[TLS]

@@ -1,5 +1,6 @@
 """How an application listens on a port: limits of connections, and JSON where aiohttp itself would answer in text."""
 
+import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,9 +13,10 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from common.errors import InternalError, InvalidRequestError, StartupError
+from common.errors import InternalError, InvalidRequestError, StartupError, UnavailableError
 from common.process import host_port
-from router.errors import aiohttp_response, error_response
+from router.connections import MAX_CONNECTIONS, Tally, max_connections
+from router.errors import RETRY_AFTER_S, aiohttp_response, error_body, error_response
 from router.keys import SETTINGS, TLS
 
 #: Handlers that a stopping router may not outlive: what it takes to send an error event to every client.
@@ -36,6 +38,17 @@ class JsonRequestHandler(web.RequestHandler):
     """One connection. What happens before or outside an application's middlewares is answered in JSON too."""
 
     __slots__ = ()
+
+    @property
+    def is_idle(self) -> bool:
+        """It waits for a request, or the rest of its headers."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def refuse(self) -> None:
+        """Answers that there are too many connections, whatever is asked, and closes this one."""
+        if self.transport is not None:
+            self.transport.write(_TOO_MANY)
+        self.force_close()
 
     def handle_error(
         self,
@@ -60,6 +73,13 @@ class JsonRequestHandler(web.RequestHandler):
         return response
 
 
+_TOO_MANY_BODY = error_body(UnavailableError("the router has as many connections as it can keep; try again later"))
+_TOO_MANY = (
+    f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\nRetry-After: {RETRY_AFTER_S}"
+    f"\r\nContent-Length: {len(_TOO_MANY_BODY)}\r\nConnection: close\r\n\r\n"
+).encode() + _TOO_MANY_BODY
+
+
 def _complaint(exc: BaseException | None, message: str | None) -> str:
     if isinstance(exc, LineTooLong):
         return "the request's target is longer than 8190 bytes, or a header longer than --max-header-bytes"
@@ -68,15 +88,36 @@ def _complaint(exc: BaseException | None, message: str | None) -> str:
 
 
 class JsonServer(web.Server):
-    """Makes a JsonRequestHandler for each connection."""
+    """Makes a JsonRequestHandler for each connection.
 
-    def __init__(self, made: web.Server, **kwargs: Any) -> None:
+    Beyond `max_connections` a new one takes the place of the oldest that is idle, or is refused.
+    """
+
+    def __init__(self, made: web.Server, max_connections: int, **kwargs: Any) -> None:
         super().__init__(
             _without_text_answers(made),
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
         )
+        self._max_connections = max_connections
+        self._tally = Tally(
+            "too_many_connections", "raise the limit of open files (ulimit -n), or start more processes"
+        )
         self._options = kwargs
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self._connections) > self._max_connections:
+            self._make_room(handler)
+
+    def _make_room(self, handler: web.RequestHandler) -> None:
+        idle = (each for each in self._connections if isinstance(each, JsonRequestHandler) and each.is_idle)
+        if (longest := next(idle, None)) is not None:
+            self._tally.count(most=self._max_connections, closed="an idle one")
+            longest.force_close()
+        elif isinstance(handler, JsonRequestHandler):
+            self._tally.count(most=self._max_connections, closed="the new one")
+            handler.refuse()
 
     def __call__(self) -> JsonRequestHandler:
         return JsonRequestHandler(self, loop=self._loop, **self._options)
@@ -97,23 +138,25 @@ def _without_text_answers(made: web.Server) -> Any:
 class JsonRunner(web.AppRunner):
     """Runs an application behind a JsonServer."""
 
-    def __init__(self, app: web.Application, options: dict[str, Any]) -> None:
+    def __init__(self, app: web.Application, max_connections: int, options: dict[str, Any]) -> None:
         super().__init__(
             app,
             # Without it a client that left would go on occupying both workers.
             handler_cancellation=True,
             shutdown_timeout=CLOSING_S,
         )
+        self._max_connections = max_connections
         self._options = options
 
     async def _make_server(self) -> web.Server:
-        return JsonServer(await super()._make_server(), **self._options)
+        return JsonServer(await super()._make_server(), self._max_connections, **self._options)
 
 
 def create_runner(app: web.Application) -> web.AppRunner:
     """How an application must be run, in the process and in tests."""
     return JsonRunner(
         app,
+        app.get(MAX_CONNECTIONS) or max_connections(),
         {
             "access_log": None,
             "keepalive_timeout": KEEPALIVE_S,

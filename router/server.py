@@ -12,6 +12,7 @@ from common.config import RouterSettings
 from common.errors import UnavailableError
 from common.process import drain_or_second_signal, stop_signals, write_ready_file
 from router.app import create_app, create_control_app
+from router.connections import closing_what_cannot_be_kept
 from router.keys import LIVE
 from router.listener import CONTROL_PORT_FLAGS, listening
 from router.live import LiveRequests
@@ -43,6 +44,11 @@ async def drain_when_stopped(app: web.Application, settings: RouterSettings, ann
     # What a router is made of stays; without this the garbage collector walks through it while streams wait.
     gc.collect()
     gc.freeze()
+    with closing_what_cannot_be_kept():
+        await _drain_when_stopped(app, settings, announce)
+
+
+async def _drain_when_stopped(app: web.Application, settings: RouterSettings, announce: Callable[[], None]) -> None:
     async with stop_signals() as stop:
         announce()
         await stop.wait()
