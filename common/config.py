@@ -288,7 +288,7 @@ class ApiSettings(LinkSettings):
     max_prefixes: int = Field(
         2**16,
         gt=0,
-        description="Most prefixes that `prefix` placement remembers per side; 65,536 take some 15 MB.",
+        description="Most prefixes that `prefix` placement remembers per side; 65,536 take some 20 MB.",
     )
     max_attempts: int = Field(
         2, ge=1, le=16, description="Pairs of workers that a prompt is offered to, while none of them takes it."

