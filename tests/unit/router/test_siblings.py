@@ -17,6 +17,7 @@ from common.errors import WorkerLostError
 from common.pb import types_pb2
 from router.app import create_app
 from router.errors import error_body
+from router.json_body import read_bytes
 from router.keys import FLEET
 from router.listener import create_runner, listening_for_siblings
 from router.processes.local_app import create_local_app
@@ -234,7 +235,7 @@ async def test_what_is_handed_on_keeps_its_headers_and_its_content(tmp_path: Pat
     ):
 
         async def hand_on(request: web.Request) -> web.Response:
-            return await siblings.forward(request, await request.read())
+            return await siblings.forward(request, await read_bytes(request))
 
         app = create_app(RouterSettings(), siblings)
         app.router.add_post("/handed-on", hand_on)
