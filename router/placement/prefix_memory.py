@@ -1,9 +1,10 @@
 """Which workers have seen which prefixes lately; bounded, whatever is asked."""
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
-#: Prefixes that are remembered, each by at most a dozen per prompt: those of some ten thousand prompts, in some 15 MB.
+#: Prefixes that are remembered, each by at most a dozen per prompt: those of some ten thousand prompts, in some 20 MB.
 MAX_PREFIXES = 2**16
 
 #: Workers that are remembered for one prefix. More do not matter: the least loaded of these is as good as any.
@@ -20,8 +21,8 @@ class PrefixMemory:
 
     def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
         self._max_prefixes = max_prefixes
-        #: In order of use.
-        self._workers: dict[int, tuple[str, ...]] = {}
+        #: In order of use. A plain dict finds its first entry only behind all that were deleted before it.
+        self._workers: OrderedDict[int, tuple[str, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -40,7 +41,7 @@ class PrefixMemory:
             others = (other for other in self._workers.pop(digest, ()) if other != key)
             self._workers[digest] = (key, *islice(others, MAX_WORKERS - 1))
         while len(self._workers) > self._max_prefixes:
-            del self._workers[next(iter(self._workers))]
+            self._workers.popitem(last=False)
 
 
 def _milestones(digests: Sequence[int]) -> Iterator[int]:
