@@ -1,6 +1,7 @@
 """All configured workers: heartbeats, who may be paired with whom, and which pair takes the next choice."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from router.pairing import Member, differences, leader, misfit
 from router.placement.subject import Subject
 from router.placer import Placer
 from router.worker import Side, Worker
-from router.worker_state import State
+from router.worker_state import State, pause_s
 
 log = structlog.get_logger()
 
@@ -81,9 +82,9 @@ class Fleet:
             yield
 
     async def _watch(self, worker: Worker) -> None:
-        warned = False
+        warned, dead_since = False, time.monotonic()
         while True:
-            before = worker.state
+            before, asked_before = worker.state, worker.was_asked
             await worker.heartbeat(self._settings.heartbeat_timeout_s)
             if worker.state is not before:
                 log.info("worker_state", worker=worker.id, address=worker.address, state=worker.state)
@@ -95,8 +96,11 @@ class Fleet:
                     side=worker.side,
                     hint="is it started, with keys that fit?",
                 )
-            self.review()
-            await asyncio.sleep(self._settings.heartbeat_interval_s)
+            if worker.state is not State.DEAD:
+                dead_since = time.monotonic()
+            if worker.state is not State.DEAD or before is not State.DEAD or not asked_before:
+                self.review()  # one that goes on being dead changes nothing, and there may be hundreds
+            await asyncio.sleep(pause_s(time.monotonic() - dead_since, self._settings.heartbeat_interval_s))
 
     async def refresh(self) -> None:
         """Hears every worker once, now."""

@@ -164,6 +164,9 @@ class Worker:
         self.was_asked = True
 
     async def _heartbeat(self, timeout_s: float) -> None:
+        if self.state is State.DEAD and self._refuses():
+            self._state.missed()
+            return
         try:
             with worker_errors(self.id):
                 status = await self.control.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
@@ -180,6 +183,10 @@ class Worker:
         self._state.heard(time.monotonic(), draining=status.draining)
         if self.side == "decode" and not status.draining:
             self.feed.open()
+
+    def _refuses(self) -> bool:
+        """Whether the last attempt to connect has failed, which a call would tell at greater cost. gRPC goes on."""
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     async def abort(self, request: worker_pb2.AbortRequest, timeout_s: float) -> bool:
         """Ends a request, or one of its choices; False if the worker knows no such request. Raises MoerelayError."""

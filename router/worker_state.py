@@ -7,6 +7,12 @@ from enum import StrEnum
 MISSES_UNTIL_DEAD = 2
 
 
+#: A worker that stays dead is asked after an eighth more of the time for which it has been: more and more rarely.
+_SHARE_OF_DEATH = 1 / 8
+#: But at least after so many heartbeats: one that comes serves a few seconds later.
+_MAX_INTERVALS = 4
+
+
 class State(StrEnum):
     """The values are those of /cluster."""
 
@@ -49,3 +55,8 @@ class WorkerState:
         if self._misses or now - self._heard_at > self._silence_limit_s:
             return State.SUSPECT
         return State.DRAINING if self._draining else State.HEALTHY
+
+
+def pause_s(dead_s: float, interval_s: float) -> float:
+    """Until the next heartbeat of a worker that has been dead for so long; 0: it is not."""
+    return min(max(dead_s * _SHARE_OF_DEATH, interval_s), _MAX_INTERVALS * interval_s)

@@ -1,15 +1,19 @@
 """Who may serve: heartbeats, pairing field by field, placement."""
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 
+from common.config import RouterSettings
 from common.pb import types_pb2, worker_pb2
 from common.rpc import PROTOCOL_VERSION
+from router.fleet import Fleet
 from router.keys import FLEET
 from router.pairing import Member, leader
-from router.worker_state import State, WorkerState
+from router.worker import Worker
+from router.worker_state import State, WorkerState, pause_s
 from tests.fakes.fake_workers import FakeWorker, Script, description
 from tests.unit.router.cluster import Cluster, over, running
 
@@ -267,3 +271,55 @@ async def test_a_proxy_of_the_environment_sees_no_prompt(monkeypatch: pytest.Mon
     monkeypatch.delenv("no_proxy", raising=False)
     async with running(both=True) as cluster:
         await cluster.canary()
+
+
+@pytest.mark.parametrize(
+    ("dead_s", "seconds"), [(0, 0.5), (3, 0.5), (4, 0.5), (8, 1.0), (12, 1.5), (16, 2.0), (10**6, 2.0)]
+)
+def test_dead_workers_are_asked_more_and_more_rarely(dead_s: float, seconds: float) -> None:
+    """And one that comes back after a week is found within two seconds."""
+    assert pause_s(dead_s, 0.5) == seconds
+
+
+def unused_address() -> str:
+    """Bound, and refuses connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+class NeverCalled:
+    """A stub of a worker that refuses connections."""
+
+    def __getattr__(self, name: str) -> None:
+        raise AssertionError(f"{name} was called")
+
+
+async def test_a_worker_that_refuses_connections_is_not_called_again() -> None:
+    worker = Worker(unused_address(), "decode", max_message_bytes=2**20, silence_limit_s=3)
+    try:
+        await worker.heartbeat(3)
+        assert worker.was_asked
+        stub: Any = NeverCalled()
+        worker.control = stub
+        for _ in range(5):
+            await worker.heartbeat(3)
+        assert worker.state is State.DEAD
+    finally:
+        await worker.close()
+
+
+class CountingReviews(Fleet):
+    num_reviews = 0
+
+    def review(self) -> None:
+        self.num_reviews += 1
+        super().review()
+
+
+async def test_workers_that_go_on_being_dead_are_no_news() -> None:
+    """What follows from all workers' states is decided anew when one may have changed, not with every heartbeat."""
+    addresses = [unused_address() for _ in range(5)]
+    fleet = CountingReviews(RouterSettings(decode=addresses, heartbeat_interval_s=0.001))
+    async with fleet.running():
+        await asyncio.sleep(0.5)  # some hundred heartbeats of each
+        assert fleet.num_reviews == 1 + len(addresses)
