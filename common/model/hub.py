@@ -29,14 +29,27 @@ def resolve_model(name: str) -> Path:
 def _download(repo_id: str, patterns: list[str]) -> Path:
     # Late: its half second would be a third of the time in which a local checkpoint is refused.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns))
     except HFValidationError as error:
-        raise CheckpointError(f"{repo_id!r} is neither a directory nor a Hugging Face hub id: {error}") from error
-    except OSError as error:  # the base of every error that the hub's client raises about the network or the hub
         raise CheckpointError(
-            f"{repo_id} is no local directory, and downloading it from the Hugging Face hub failed: {error}; "
-            "check the name, the network and HF_TOKEN, or give the path of a local checkpoint"
+            f"there is no directory {repo_id}, and it is no Hugging Face hub id either (OWNER/NAME); check the path"
         ) from error
+    except OSError as error:  # the base of every error that the hub's client raises about the network or the hub
+        if isinstance(error, GatedRepoError):
+            why = "the Hugging Face hub gives that model only to those who have its owner's leave; set HF_TOKEN"
+        elif isinstance(error, RepositoryNotFoundError):
+            why = "the Hugging Face hub has no model of that name; check the path, or set HF_TOKEN if it is private"
+        elif isinstance(error, LocalEntryNotFoundError | ConnectionError):
+            why = "the Hugging Face hub cannot be reached to look for one of that name; check the path, or the network"
+        else:
+            reason = " ".join(str(error).split())
+            why = f"downloading it from the Hugging Face hub failed: {reason}; check the path, or try again"
+        raise CheckpointError(f"there is no directory {repo_id}, and {why}") from error

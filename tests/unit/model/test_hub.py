@@ -46,11 +46,13 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_name_that_cannot_be_a_hub_id_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="neither a directory nor a Hugging Face hub id"):
+    with pytest.raises(CheckpointError, match=r"^there is no directory two//slashes, and it is no Hugging Face hub id"):
         resolve_model("two//slashes")
 
 
 def test_without_a_network_the_message_says_what_to_do(tmp_path: Path) -> None:
     message = _resolve_model("some-owner/some-model", tmp_path)
-    assert "some-owner/some-model is no local directory" in message
-    assert "give the path of a local checkpoint" in message
+    assert message == (
+        "there is no directory some-owner/some-model, and the Hugging Face hub cannot be reached to look for one of "
+        "that name; check the path, or the network"
+    )
