@@ -57,7 +57,9 @@ class LogSettings(BaseSettings):
 class ModelSettings(LogSettings):
     """How the checkpoint is loaded and computed; equal on every worker of a cluster."""
 
-    model: str = Field(min_length=1, description="Checkpoint directory, or a Hugging Face hub id.")
+    model: str = Field(
+        min_length=1, description="Checkpoint directory, or a Hugging Face hub id.", examples=["models/tiny"]
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: what the checkpoint declares.")
     kernels: Literal["auto", "avx512_bf16", "portable", "torch"] = Field(

@@ -28,9 +28,15 @@ def parse_bytes(value: object) -> object:
 
 
 def _parse_duration(value: object) -> object:
-    """'50ms' → 0.05, '2s' → 2.0; anything else passes through, as a number of seconds or an error."""
-    if not isinstance(value, str) or (match := _DURATION.fullmatch(value.strip().lower())) is None:
+    """'50ms' → 0.05, '2s' → 2.0; numbers of seconds pass through. Raises ValueError for anything that is neither."""
+    if not isinstance(value, str):
         return value
+    match = _DURATION.fullmatch(value.strip().lower())
+    if match is None:
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{value!r} is not a duration; write a number with ms or s, such as 50ms") from None
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
@@ -44,7 +50,7 @@ def _host_port(value: str) -> str:
         raise ValueError(f"{value!r} is a URL; write HOST:PORT, without {value.partition('//')[0]}//")
     host, colon, port = value.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) not in _PORTS:
-        raise ValueError(f"{value!r} is not HOST:PORT")
+        raise ValueError(f"{value!r} is not HOST:PORT, such as 10.0.0.5:7000")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError(f"{value!r} has an IPv6 address without brackets; write [{host}]:{port}")
     return value
@@ -82,9 +88,9 @@ def _thread_split(value: object) -> object:
 
 
 #: At most what an int64 holds: more is a slip of the keyboard, and would overflow far from here.
-ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)]
+ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63, examples=["1GiB"])]
 #: Where none at all makes sense too.
-ByteAmount = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, lt=2**63)]
+ByteAmount = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, lt=2**63, examples=["1GiB"])]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 #: Where workers are: an address, or who knows the addresses. Not decoded as JSON, which an IPv6 address in brackets
 #: would be taken for.
@@ -98,7 +104,7 @@ SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: Which worker takes a prompt; `router/placement/policies.py` has a class for each.
 PlacementName = Literal["prefix", "session", "least_loaded", "two_choices", "round_robin"]
 #: Seconds, or a number with its unit: 0.05, 50ms, 2s.
-Duration = Annotated[float, BeforeValidator(_parse_duration), Field(gt=0, allow_inf_nan=False)]
+Duration = Annotated[float, BeforeValidator(_parse_duration), Field(gt=0, allow_inf_nan=False, examples=["50ms"])]
 #: Cpus of this machine, in the spelling of Linux: "0-3,8".
 CpuList = Annotated[str, BeforeValidator(_cpu_list)]
 #: "4": engine threads of each worker; "6:2": of each prefill worker and of each decode worker.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -25,6 +24,8 @@ from pydantic_settings import (
 from common.arguments import ArgumentParser
 from common.config import ENV_PREFIX, DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings
 from common.errors import ConfigError
+from common.setting_errors import sentence
+from common.suggestion import close_match
 
 #: Every settings class that a MOERELAY_* variable may belong to.
 SETTINGS: tuple[type[LogSettings], ...] = (PrefillSettings, DecodeSettings, RouterSettings, UpSettings)
@@ -45,9 +46,10 @@ def load_settings(
     bound = _bind(cls, path)
     parser = _parser(prog, bound.__doc__)
     try:
-        return CliApp.run(bound, cli_args=arguments, cli_settings_source=CliSettingsSource(bound, root_parser=parser))
+        source = CliSettingsSource[SettingsT](bound, root_parser=parser, parse_args_method=ArgumentParser.parse_args)
+        return CliApp.run(bound, cli_args=arguments, cli_settings_source=source)
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(e) for e in error.errors())) from error
+        raise ConfigError("; ".join(sentence(e, cls) for e in error.errors())) from error
     except SettingsError as error:
         raise ConfigError(str(error)) from error
 
@@ -62,10 +64,15 @@ def settings_parser(cls: type[LogSettings], prog: str) -> ArgumentParser:
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError if there is a MOERELAY_* variable that no process knows: most likely a misspelled setting."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for c in SETTINGS for name in c.model_fields}
-    unknown = sorted(name for name in environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
+    known = {name.upper() for c in SETTINGS for name in c.model_fields}
+    ours = {name: name.upper().removeprefix(ENV_PREFIX) for name in environ if name.upper().startswith(ENV_PREFIX)}
+    unknown = sorted(name for name, setting in ours.items() if setting not in known)
     if unknown:
-        raise ConfigError(f"no setting knows the environment variable{'s' * (len(unknown) > 1)} {', '.join(unknown)}")
+        meant = [f"{ENV_PREFIX}{match}" for name in unknown if (match := close_match(ours[name], known))]
+        raise ConfigError(
+            f"no setting knows the environment variable{'s' * (len(unknown) > 1)} {', '.join(unknown)}"
+            + (f"; did you mean {', '.join(meant)}?" if meant else "")
+        )
 
 
 def _parser(prog: str, description: str | None = None, *, add_help: bool = True) -> ArgumentParser:
@@ -108,12 +115,3 @@ def _bind(cls: type[SettingsT], toml: Path | None) -> type[SettingsT]:
             return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     return Bound
-
-
-def _sentence(error: ErrorDetails) -> str:
-    """One pydantic error as `--flag: what is wrong`."""
-    message = error["msg"].removeprefix("Value error, ")
-    if not error["loc"]:
-        return message
-    name = str(error["loc"][0]).replace("_", "-")
-    return f"{name}: unknown setting" if error["type"] == "extra_forbidden" else f"--{name}: {message}"

@@ -43,7 +43,10 @@ def _dispatch(argv: list[str]) -> int:
         return 0 if argv else STARTUP_EXIT_CODE
     name = "version" if argv[0] == "--version" else argv[0]
     if name not in COMMANDS:
-        raise ConfigError(f"there is no command {name!r}; choose from {', '.join(COMMANDS)}")
+        from common.suggestion import about_command  # late, as the next
+
+        hint = about_command(name, COMMANDS)
+        raise ConfigError(f"there is no command {name!r}; {hint}choose from {', '.join(COMMANDS)}")
     from common.settings_loader import check_environment  # late: the list of commands answers at once
 
     check_environment()

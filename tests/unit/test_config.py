@@ -59,7 +59,7 @@ def test_refusals_name_the_flag(argv: list[str], message: str) -> None:
 
 
 def test_unknown_variables_and_keys_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="MOERELAY_BLOK_SIZE"):
+    with pytest.raises(ConfigError, match=r"MOERELAY_BLOK_SIZE; did you mean MOERELAY_BLOCK_SIZE\?$"):
         load_settings(RouterSettings, [], prog="p", environ={"MOERELAY_BLOK_SIZE": "1", "HOME": "/"})
     toml = tmp_path / "router.toml"
     toml.write_text("blok_size = 1\n")

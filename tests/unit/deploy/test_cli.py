@@ -46,7 +46,7 @@ def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     [
         (
             ["serve"],
-            "there is no command 'serve'; choose from up, generate, verify, ",
+            "there is no command 'serve'; vLLM's serve is `moerelay up --model MODEL` here; ",
         ),
         (["generate", "--prompt", "a", "--token-ids", "1"], "not allowed with argument --prompt"),
         (["generate", "--token-ids", "1,x"], "'1,x' is not a list of token ids such as 1,2,3"),
@@ -80,7 +80,10 @@ def test_a_variable_that_no_setting_knows_is_an_error_of_every_command(
 ) -> None:
     monkeypatch.setenv("MOERELAY_PREFIL", "2")
     code, line = error_of(command, capsys)
-    assert (code, line) == (2, "moerelay: error: no setting knows the environment variable MOERELAY_PREFIL")
+    assert (code, line) == (
+        2,
+        "moerelay: error: no setting knows the environment variable MOERELAY_PREFIL; did you mean MOERELAY_PREFILL?",
+    )
 
 
 def test_make_model_without_torch_says_what_to_install(

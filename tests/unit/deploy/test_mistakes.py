@@ -153,10 +153,60 @@ def test_up_on_a_port_that_is_taken(flag: str, capsys: pytest.CaptureFixture[str
 
 
 _MISTAKES = {
-    "no-model": (["up", "--model", ""], "--model: String should have at least 1 character"),
-    "port-large": (["up", "--model", "m", "--port", "65536"], "--port: Input should be less than 65536"),
-    "port-word": (["up", "--model", "m", "--port", "x"], "--port: Input should be a valid integer"),
-    "choice": (["up", "--model", "m", "--kernels", "fast"], "--kernels: Input should be 'auto', "),
+    "no-model": (["up", "--model", ""], "--model is missing: checkpoint directory, or "),
+    "port-large": (
+        ["up", "--model", "m", "--port", "65536"],
+        "--port 65536: must be a whole number from 0 to 65535, e.g. --port 8000",
+    ),
+    "port-word": (
+        ["up", "--model", "m", "--port", "x"],
+        "--port x: must be a whole number from 0 to 65535, e.g. --port 8000",
+    ),
+    "decode-word": (
+        ["up", "--model", "m", "--decode", "many"],
+        "--decode many: must be a whole number of at least 1, e.g. ",
+    ),
+    "ratio": (
+        ["up", "--model", "m", "--trace-sample-ratio", "2"],
+        "--trace-sample-ratio 2: must be a number from 0 to 1,",
+    ),
+    "seconds": (
+        ["up", "--model", "m", "--start-timeout-s", "0"],
+        "--start-timeout-s 0: must be a number of more than 0, ",
+    ),
+    "size-zero": (
+        ["up", "--model", "m", "--swap-space", "x"],
+        "--swap-space: 'x' is not a size; write a number with B, ",
+    ),
+    "up-alone": (
+        ["up"],
+        "--model is missing: checkpoint directory, or a Hugging Face hub id, e.g. --model models/tiny",
+    ),
+    "duration": (
+        ["up", "--model", "m", "--slo-ttft", "fast"],
+        "--slo-ttft: 'fast' is not a duration; write a number with ",
+    ),
+    "flag": (["up", "--modl", "m"], "unrecognized arguments: --modl m; did you mean --model?; see moerelay up --help"),
+    "flag-and-required": (["verify", "--modl", "m"], "unrecognized arguments: --modl; did you mean --model?; see "),
+    "flag-unlike-any": (["doctor", "--zzz"], "unrecognized arguments: --zzz; see moerelay doctor --help"),
+    "model-as-a-word": (["up", "m"], "unrecognized arguments: m; did you mean --model m?; see moerelay up --help"),
+    "another-word": (["up", "--model", "m", "n"], "unrecognized arguments: n; see moerelay up --help"),
+    "word-after-generate": (
+        ["generate", "--prompt", "a", "b"],
+        "unrecognized arguments: b; see moerelay generate --help",
+    ),
+    "flag-of-vllm": (
+        ["up", "m", "--gpu-memory-utilization", "0.9"],
+        "unrecognized arguments: m --gpu-memory-utilization 0.9; did you mean --model m?; vLLM's "
+        "--gpu-memory-utilization is --kv-cache-memory here: a size, e.g. --kv-cache-memory 4GiB; see moerelay ",
+    ),
+    "command": (["upp"], "there is no command 'upp'; did you mean up? choose from up, generate, "),
+    "command-unlike-any": (["zzz"], "there is no command 'zzz'; choose from up, generate, "),
+    "command-of-vllm": (
+        ["serve", "m"],
+        "there is no command 'serve'; vLLM's serve is `moerelay up --model MODEL` here; ",
+    ),
+    "choice": (["up", "--model", "m", "--kernels", "fast"], "--kernels fast: must be one of auto, avx512_bf16, "),
     "doctor-port": (["doctor", "--port", "65536"], "argument --port: 65536 is too large; at most 65535"),
     "doctor-size": (["doctor", "--kv-cache-memory", "1 GX"], "argument --kv-cache-memory: '1 GX' is not a size"),
     "tokenizer": (["generate", "--prompt", "a", "--model", "/"], "/tokenizer.json does not exist; name a checkpoint"),
