@@ -1,7 +1,8 @@
 """New weights in the middle of a stream: `python examples/pause_update_resume.py URL CONTROL_URL CHECKPOINT [KEY]`.
 
 Needs aiohttp only, and a cluster that was started with --admin-port. CHECKPOINT is a directory on the workers'
-machines; KEY is one of --admin-key-file, if there is one.
+machines; KEY is one of --admin-key-file, if there is one. An update that fails leaves no pause behind: the cluster
+serves the weights that it has.
 """
 
 import asyncio
@@ -66,11 +67,14 @@ async def main(url: str, control_url: str, checkpoint: str, key: str | None = No
             # Freezes the stream between two tokens; new requests get a 503 with Retry-After.
             await post(control, "/pause", {"mode": "keep"})
             frozen_at = rollout.num_tokens
-            # Loads on every worker, then switches all of them, or none. The pause stays.
-            updated = await post(control, "/update_weights", {"path": checkpoint})
-            print(f"version {updated['version']!r} while {updated['num_paused_requests']} request(s) stood still")
-            # The stream goes on with the KV it has, and the new weights.
-            await post(control, "/resume")
+            try:
+                # Loads on every worker, then switches all of them, or none. The pause stays.
+                updated = await post(control, "/update_weights", {"path": checkpoint})
+                print(f"version {updated['version']!r} while {updated['num_paused_requests']} request(s) stood still")
+            finally:
+                # The stream goes on with the KV it has, and the new weights. Where no worker could load them, all have
+                # the old ones, and serving these is right, too: a cluster that stays paused serves nobody.
+                await post(control, "/resume")
     print(f"{frozen_at} tokens had come when the pause began, {rollout.num_tokens} at the end:")
     for span in rollout.versions:
         print(f"  tokens {span['start']} to {span['end']}: weights {span['version']!r}")

@@ -12,7 +12,8 @@ BLOCKS = [
         "starts clusters of its own, one after the other; tests/e2e/test_verify_matrix.py has both modes",
     ),
     (r"p0\.example|dns://|srv://", "a cluster of several machines"),
-    (r"\$\(head -1 \w+\.txt\)", "needs a cluster with keys; tests/unit/router/test_control_port.py has one"),
+    (r"\$\(grep -m 1 \^mr- [\w-]+\.txt\)", "needs a cluster with keys; tests/unit/router/test_control_port.py has one"),
+    (r"router\.example:", "asks a machine of that name; tests/unit/router/test_tls.py asks this one"),
     (r"self-check-\d", "names a file that only a failed check writes; tests/integration/test_self_check.py makes one"),
     (r"\blocust -f", "puts load on a cluster for a minute; tests/e2e/test_load.py does it for seconds"),
     (r"\bdocker(-compose)?\b", "needs a Docker engine; tests/compose has one where there is one"),
@@ -22,6 +23,7 @@ BLOCKS = [
 STATEMENTS = [
     (r"^make \w", "sets up, measures or draws in the clone itself, for minutes; CI runs these targets"),
     (r"^source \.venv/", "the tests run in that environment"),
+    (r"^moerelay doctor ", "asks whether port 8000 is free; tests/unit/deploy/test_doctor.py looks at every answer"),
     (r"^(\.venv/bin/)?moerelay up ", "that cluster is running already; test_commands.py reads the flags"),
 ]
 

@@ -31,15 +31,17 @@ def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield cluster
 
 
-def run(*command: str) -> str:
-    """What the command prints; it must succeed."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+def ended(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The example, after it has ended in whatever way."""
+    command = (sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 def example(name: str, *arguments: str) -> str:
-    return run(sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments)
+    """What the example prints; it must succeed."""
+    done = ended(name, *arguments)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def test_stream_rows(cluster: Cluster) -> None:
@@ -63,3 +65,11 @@ def test_pause_update_resume(cluster: Cluster, checkpoint: Path) -> None:
     printed = example("pause_update_resume.py", cluster.url, cluster.control_url, str(checkpoint))
     assert "while 1 request(s) stood still" in printed
     assert len(re.findall(r"tokens \d+ to \d+: weights", printed)) == 2
+
+
+def test_an_update_that_fails_leaves_no_pause(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.control_url
+    done = ended("pause_update_resume.py", cluster.url, cluster.control_url, str(tmp_path / "nothing"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("/update_weights: ")
+    assert "16 tokens" in example("stream_rows.py", cluster.url)

@@ -20,7 +20,7 @@ FLAG = re.compile(r"`--([a-z][a-z-]+)[^`]*`")
 CODE = re.compile(r"^```.*?^```", re.M | re.S)
 
 #: Flags of other programs that pages name, and --config, which is no setting.
-OF_OTHERS = {"config"}
+OF_OTHERS = {"config", "recreate", "build-arg"}
 
 
 def anchors(page: Path) -> set[str]:
