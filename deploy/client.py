@@ -11,7 +11,14 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import HTTP_TABLE, InternalError, MoerelayError, UnavailableError, WorkerLostError
+from common.errors import (
+    HTTP_TABLE,
+    AuthenticationError,
+    InternalError,
+    MoerelayError,
+    UnavailableError,
+    WorkerLostError,
+)
 from common.routing.codec import base642numpy
 from common.routing.record import RoutingArray
 from deploy.sse import SseDecoder
@@ -23,6 +30,13 @@ GENERATE_PATH = "/inference/v1/generate"
 _CLASS_BY_TYPE = {kind: cls for cls, (_, kind) in reversed(HTTP_TABLE.items())}
 #: A generation may take long; a peer that does not even accept the connection, or falls silent, is another matter.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=300.0)
+#: OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED, X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH, and the fix
+#: on this side or the other.
+_CERTIFICATE_FIXES = {
+    10: "have a new one made; a router reads it at once",
+    62: "give --url with a name that the certificate has",
+    64: "give --url with a name that the certificate has",
+}
 
 
 class ClusterClient:
@@ -86,10 +100,17 @@ class ClusterClient:
         """Turns aiohttp's errors into ours."""
         try:
             yield
+        except AuthenticationError as error:
+            if "Authorization" in self._headers:
+                raise
+            raise AuthenticationError(
+                f"{self._url} asks for a key; name the file that has it in --api-key-file"
+            ) from error
         except aiohttp.ClientConnectorCertificateError as error:
+            code: int = getattr(error.certificate_error, "verify_code", 0)
+            fix = _CERTIFICATE_FIXES.get(code, "name its authority in the variable SSL_CERT_FILE")
             raise UnavailableError(
-                f"the certificate of {self._url} is not trusted: {error.certificate_error}; "
-                "name its authority in the variable SSL_CERT_FILE"
+                f"the certificate of {self._url} is not trusted: {error.certificate_error}; {fix}"
             ) from error
         except aiohttp.ClientConnectorSSLError as error:
             raise UnavailableError(
@@ -100,7 +121,12 @@ class ClusterClient:
                 f"nothing answers at {self._url}: {error.strerror or error}; does it run, and is --url right?"
             ) from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: neither JSON nor UTF-8
-            raise WorkerLostError(f"the answer of {self._url} broke off: {error or type(error).__name__}") from error
+            # A port for TLS hangs up on whoever sends it plain HTTP.
+            is_plain = isinstance(error, aiohttp.ServerDisconnectedError) and self._url.startswith("http://")
+            raise WorkerLostError(
+                f"the answer of {self._url} broke off: {error or type(error).__name__}"
+                + ("; is it meant to be https://?" if is_plain else "")
+            ) from error
 
 
 async def _payloads(content: aiohttp.StreamReader) -> AsyncIterator[str]:

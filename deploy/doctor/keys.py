@@ -42,7 +42,7 @@ def inspect(path: Path, now: datetime | None = None) -> tuple[Keys | None, list[
     checks = [
         Check("keys", "ok", found),
         Check("key pair", "ok", "the private key is that of the certificate"),
-        _validity(keys.expires, days_left, _ROTATE),
+        _validity(path, keys.expires, days_left, _ROTATE),
         *_permissions(path),
     ]
     return Keys(str(path), keys.cluster, keys.role, keys.generation, keys.expires, days_left, exposed(path)), checks
@@ -69,18 +69,17 @@ def inspect_tls(certfile: Path, keyfile: Path | None, now: datetime | None = Non
     certificate = x509.load_pem_x509_certificates(certfile.read_bytes())[0]
     end = certificate.not_valid_after_utc
     yield Check("tls", "ok", f"{certfile}: {certificate.subject.rfc4514_string() or 'no subject'}, with its key")
-    yield _validity(
-        f"{end:%Y-%m-%d}", (end - (now or datetime.now(UTC))).days, "have a new one made; it is read at once"
-    )
+    days_left = (end - (now or datetime.now(UTC))).days
+    yield _validity(certfile, f"{end:%Y-%m-%d}", days_left, "have a new one made; it is read at once")
     yield from _permissions(keyfile or certfile)
 
 
-def _validity(expires: str, days_left: int, fix: str) -> Check:
+def _validity(path: Path, expires: str, days_left: int, fix: str) -> Check:
     if days_left < 0:
-        return Check("validity", "bad", f"the certificate ended on {expires}", fix)
+        return Check("validity", "bad", f"{path}: the certificate ended on {expires}", fix)
     if days_left < WARN_DAYS:
-        return Check("validity", "warn", f"the certificate ends on {expires}, in {days_left} days", fix)
-    return Check("validity", "ok", f"until {expires}")
+        return Check("validity", "warn", f"{path}: the certificate ends on {expires}, in {days_left} days", fix)
+    return Check("validity", "ok", f"{path}: until {expires}")
 
 
 def _permissions(path: Path) -> Iterator[Check]:
@@ -91,4 +90,4 @@ def _permissions(path: Path) -> Iterator[Check]:
     if mode & 0o077:
         yield Check("mode", "warn", f"{path} has mode {mode:04o}, and others can read it", f"chmod 600 {path}")
     else:
-        yield Check("mode", "ok", f"{mode:04o}")
+        yield Check("mode", "ok", f"{path}: {mode:04o}")

@@ -263,8 +263,8 @@ def test_keys_of_a_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert lines == [
         f"ok keys {decode}: decode, cluster {values['cluster']}, generation 1",
         "ok key pair the private key is that of the certificate",
-        f"ok validity until {values['expires']}",
-        "ok mode 0600",
+        f"ok validity {decode}: until {values['expires']}",
+        f"ok mode {decode}: 0600",
     ]
 
 
@@ -277,12 +277,12 @@ def test_keys_that_others_can_read_and_that_end(tmp_path: Path, capsys: pytest.C
     assert keys is not None
     rotate = "run `moerelay keys rotate` where the file was made"
     assert _found(iter(checks)) == [
-        f"validity: the certificate ends on {expires}, in {keys.days_left} days; {rotate}",
+        f"validity: {decode}: the certificate ends on {expires}, in {keys.days_left} days; {rotate}",
         f"mode: {decode} has mode 0640, and others can read it; chmod 600 {decode}",
     ]
     assert 8 <= keys.days_left <= 10
     _, checks = inspect(decode, now + timedelta(days=42))
-    assert _found(iter(checks), "bad") == [f"validity: the certificate ended on {expires}; {rotate}"]
+    assert _found(iter(checks), "bad") == [f"validity: {decode}: the certificate ended on {expires}; {rotate}"]
 
 
 def test_keys_of_two_processes_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

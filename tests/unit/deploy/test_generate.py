@@ -59,11 +59,29 @@ async def test_the_first_key_of_the_file_goes_with_every_request(tmp_path: Path)
     assert "2 generated" in file.getvalue()
 
 
-async def test_a_missing_key_is_the_servers_sentence() -> None:
+async def test_a_missing_key_is_asked_for_by_its_flag_and_a_wrong_one_is_the_servers_sentence() -> None:
     router = ArithmeticRouter(64)
     router.api_key = "first-key"
-    with pytest.raises(AuthenticationError, match="which key"):
+    with pytest.raises(AuthenticationError, match=r"asks for a key; name the file that has it in --api-key-file$"):
         await output_of(router, [1], max_tokens=2)
+    async with router.running() as url:
+        client = ClusterClient(url, api_key="another")
+        with pytest.raises(AuthenticationError, match="which key"):
+            await generate(client, [1], {"max_tokens": 2}, None, Console(file=io.StringIO()))
+
+
+async def test_a_port_that_hangs_up_may_want_https() -> None:
+    """As one for TLS does when it gets plain HTTP."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with ClusterClient(url) as client:
+            with pytest.raises(WorkerLostError, match=r"broke off: Server disconnected; is it meant to be https://\?$"):
+                await client.get("/cluster")
 
 
 async def test_text_without_a_tokenizer_says_what_to_do() -> None:

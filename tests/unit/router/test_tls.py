@@ -129,19 +129,30 @@ async def test_commands_take_the_authority_from_the_variable_that_openssl_knows(
 ) -> None:
     async with https_router(tmp_path, *made.flags) as (url, _):
         # The certificate's name does not fit the address, which is what a client that trusts it gets to complain of.
-        for ca_file, words in (
-            (made.ca_file, "IP address mismatch, certificate is not valid for '127.0.0.1'"),
-            (Path(os.devnull), "unable to get local issuer certificate"),
+        for address, ca_file, words, fix in (
+            (
+                url,
+                made.ca_file,
+                "IP address mismatch, certificate is not valid for '127.0.0.1'",
+                b"; give --url with a name that the certificate has\n",
+            ),
+            (
+                url,
+                Path(os.devnull),
+                "unable to get local issuer certificate",
+                b"; name its authority in the variable SSL_CERT_FILE\n",
+            ),
+            (url.replace("https", "http"), made.ca_file, "broke off: ", b"; is it meant to be https://?\n"),
         ):
             status = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "deploy.cli", "status", "--url", url),
+                *(sys.executable, "-m", "deploy.cli", "status", "--url", address),
                 stderr=subprocess.PIPE,
                 env={**os.environ, "SSL_CERT_FILE": str(ca_file)},
             )
             _, stderr = await status.communicate()
             assert status.returncode == 1
             assert words in stderr.decode()
-            assert stderr.endswith(b"; name its authority in the variable SSL_CERT_FILE\n")
+            assert stderr.endswith(fix)
 
 
 def shown(context: ssl.SSLContext, ca_file: Path) -> bytes:
@@ -250,4 +261,7 @@ def test_the_doctor_knows_until_when(made: Certificates, capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     assert f"ok    tls         {made.certfile}: CN={_HOST}, with its key" in lines
     # Good for five days, begun an hour ago.
-    assert any(line.startswith("warn  validity    the certificate ends on ") and "in 4 days" in line for line in lines)
+    assert any(
+        line.startswith(f"warn  validity    {made.certfile}: the certificate ends on ") and "in 4 days" in line
+        for line in lines
+    )
