@@ -3,10 +3,10 @@
 A streamed chat with logprobs, the experts behind an answer, and an answer that follows a JSON schema.
 """
 
+import argparse
 import base64
 import io
 import json
-import sys
 
 import numpy as np
 from openai import OpenAI
@@ -72,8 +72,9 @@ def follow_schema(client: OpenAI, model: str) -> None:
         print("the answer was cut off by max_tokens")
 
 
-def main(url: str = "http://127.0.0.1:8000", api_key: str = "none") -> None:
-    client = OpenAI(base_url=f"{url}/v1", api_key=api_key)
+def main(url: str, api_key: str) -> None:
+    """`url` is the router's, with or without the /v1 that OpenAI's clients are given."""
+    client = OpenAI(base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1", api_key=api_key)
     model = client.models.list().data[0].id
     stream(client, model)
     show_experts(client, model)
@@ -81,4 +82,8 @@ def main(url: str = "http://127.0.0.1:8000", api_key: str = "none") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="default: %(default)s")
+    parser.add_argument("api_key", metavar="API_KEY", nargs="?", default="none", help="one of --api-key-file")
+    arguments = parser.parse_args()
+    main(arguments.url, arguments.api_key)

@@ -3,6 +3,7 @@
 Needs aiohttp and numpy only. Two turns: the second one asks only for the rows that are new.
 """
 
+import argparse
 import asyncio
 import base64
 import sys
@@ -88,7 +89,9 @@ async def main(url: str) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="default: %(default)s")
     try:
-        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))
+        asyncio.run(main(parser.parse_args().url.rstrip("/")))
     except aiohttp.ClientConnectionError as error:
         sys.exit(f"nothing answers: {error}")

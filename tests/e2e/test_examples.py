@@ -49,7 +49,7 @@ def test_stream_rows(cluster: Cluster) -> None:
 
 
 def test_chat_openai(cluster: Cluster) -> None:
-    printed = example("chat_openai.py", cluster.url)
+    printed = example("chat_openai.py", f"{cluster.url}/v1")
     assert "16 tokens, logprob -" in printed
     assert re.search(r"polite: (True|False)|cut off", printed)
 

@@ -12,11 +12,13 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def answering(status: int, content_type: str, body: bytes) -> Iterator[str]:
-    """Its URL; it answers every GET and POST in the same way."""
+def answering(status: int, content_type: str, body: bytes, asked: list[str] | None = None) -> Iterator[str]:
+    """Its URL; it answers every GET and POST in the same way, and adds the path to `asked`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if asked is not None:
+                asked.append(self.path)
             self.send_response(status)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
