@@ -14,6 +14,7 @@ setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard common/model/native/csrc/*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moerelay needs Python 3.11 or newer; set PYTHON=")'
+	@echo "Installing moerelay into $(VENV), with what it needs: torch's CPU wheel alone is about 200 MB. It takes a few minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[worker,dev,load]'
 	touch $@

@@ -19,6 +19,11 @@ _CHUNK_TOKENS = 128
 #: Longer than `up` itself needs to drain or to give up.
 _STOP_TIMEOUT_S = 60.0
 _PROMPT = "A router sends every token to a few experts."
+#: As README.md goes on.
+NEXT_STEPS = (
+    "make-model --family qwen3_moe --preset tiny --seed 0 --out models/tiny",
+    "up --model models/tiny --prefill 1 --decode 1 --port 8000",
+)
 
 
 class DemoFailedError(Exception):
@@ -85,6 +90,10 @@ def demo(directory: Path) -> None:
         run("verify", "--url", url, "--model", model, "--requests", "40", "--concurrency", "8")
         narrate("5. A clean stop")
     print("moerelay up ended with exit code 0")
+    narrate("Next: a cluster of your own")
+    program = os.path.relpath(Path(sys.executable).with_name("moerelay"))
+    for arguments in NEXT_STEPS:
+        print(f"{program} {arguments}")
 
 
 def main() -> int:

@@ -128,6 +128,8 @@ def lines(cluster: Json, rates: Rates) -> Iterator[Text]:
     yield Text.assemble(
         f"{router['model']}: ", ready, *(f", {word}" for word in extras), f", {router['in_flight']} requests in flight"
     )
+    if (fix := _paused(cluster["workers"])) is not None:
+        yield Text(fix, "yellow")
     yield Text(
         f"{rates.requests_per_s:.1f} requests/s, {rates.prompt_tokens_per_s:.0f} prompt and "
         f"{rates.generated_tokens_per_s:.0f} generated tokens/s, {rates.errors_per_s:.1f} errors/s"
@@ -140,6 +142,15 @@ def lines(cluster: Json, rates: Rates) -> Iterator[Text]:
             line.append(f"{cell:<{width}}  ", _STYLES.get(cell, ""))
         line.rstrip()
         yield line
+
+
+def _paused(workers: Sequence[Json]) -> str | None:
+    """How to go on, if somebody has paused workers or put them to sleep."""
+    if any(worker["sleep_level"] for worker in workers):
+        return "asleep: POST /wake_up on the control port"
+    if any(worker["pause"] == "paused" for worker in workers):
+        return "paused: POST /resume on the control port"
+    return None
 
 
 def _row(worker: Json) -> tuple[str, ...]:

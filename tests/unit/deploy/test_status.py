@@ -76,9 +76,16 @@ def test_a_line_per_worker() -> None:
 
 def test_what_is_not_as_usual() -> None:
     odd = worker(refused="other weights", pause="paused", sleep_level=2, exact=False)
-    title, _, _, row = shown(cluster(odd, ready=False, draining=True, fallback=True))
+    title, fix, _, _, row = shown(cluster(odd, ready=False, draining=True, fallback=True))
     assert title == "m: not ready, draining, fallback, 3 requests in flight"
+    assert fix == "asleep: POST /wake_up on the control port"
     assert row.endswith("other weights, paused, asleep at level 2, not exact")
+
+
+def test_how_a_paused_cluster_goes_on() -> None:
+    assert shown(cluster(worker(pause="paused"), unheard()))[1] == "paused: POST /resume on the control port"
+    # One that is on its way there goes on with the same call, but is not worth a word yet.
+    assert shown(cluster(worker(pause="pausing")))[1].startswith("2.0 requests/s")
 
 
 def test_rates_of_counters_and_of_those_that_began_anew() -> None:
