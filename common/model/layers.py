@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from common.model.blas import fix_summation_order
 from common.model.packed import pack, packed_product
+
+fix_summation_order()
 
 #: fp32 matrix products pick their kernel by the number of rows, split columns over threads and compute leftover columns
 #: in another order. With rows and columns in multiples of 16 every row came out the same for 1 to 528 rows and 1 to 16

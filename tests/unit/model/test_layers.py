@@ -30,9 +30,11 @@ def _assert_rows_independent(function: Callable[[torch.Tensor], torch.Tensor], x
         assert torch.equal(torch.cat(parts), whole[:600]), f"{size} rows at a time"
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), _SHAPES)
-def test_linear_rows_are_independent(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+def test_linear_rows_are_independent(num_outputs: int, num_inputs: int, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
     weight = prepare_weight(_draw(num_outputs, num_inputs, dtype=dtype))
     _assert_rows_independent(lambda x: linear(x, weight), _draw(1024, num_inputs, dtype=dtype))
 

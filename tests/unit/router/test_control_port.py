@@ -91,7 +91,7 @@ async def test_it_controls_the_workers_of_the_public_port() -> None:
         assert (await control.post("/pause")).status == 200
         assert await (await control.get("/is_paused")).json() == {"is_paused": True}
         status, answer = await cluster.post({"token_ids": [5], "sampling_params": {"max_tokens": 1}})
-        assert (status, answer["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert (status, answer["error"]["type"]) == (503, "PausedError")
         assert (await control.post("/resume")).status == 200
         await cluster.canary()
 
