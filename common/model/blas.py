@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 #: MKL's conditional numerical reproducibility. Without it MKL divides the sums of a product among threads where it has
-#: few rows and outputs, so that a row's bits depend on how many other rows there are: seen with 2 and more threads on an
-#: Intel processor. STRICT forbids that; processors of others do not support it, and showed no such thing without.
+#: few rows and outputs, so that a row's bits depend on how many other rows there are: seen with 2 and more threads on
+#: an Intel processor. STRICT forbids that; processors of others do not support it, and showed no such thing without.
 _REPRODUCIBLE = "AUTO,STRICT"
 
 _CPUINFO = Path("/proc/cpuinfo")
