@@ -193,7 +193,8 @@ async def test_a_prefill_worker_that_flaps_holds_no_request_for_ever() -> None:
 
 
 async def test_a_busy_prefill_worker_goes_before_the_fallback_too() -> None:
-    script = Script()
+    # Decode does not wait for the handoff by itself, and the prefill call would be late on a busy machine.
+    script = Script(hold_after=0)
     busy = FakeWorker("prefill-1", PREFILL, script)
     busy.live["of another router"] = asyncio.Event()
     async with serving(busy):
@@ -202,5 +203,8 @@ async def test_a_busy_prefill_worker_goes_before_the_fallback_too() -> None:
             flap(cluster)
             await server.aclose()
             async with asyncio.timeout(10):
-                await cluster.canary()
+                canary = asyncio.ensure_future(cluster.canary())
+                await busy.wait_until(lambda: bool(busy.prefill_requests))
+                script.release.set()
+                await canary
             assert (len(busy.prefill_requests), await fallbacks(cluster)) == (1, 0)
