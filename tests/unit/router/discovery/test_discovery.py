@@ -62,6 +62,7 @@ async def test_workers_appear_move_and_disappear(tmp_path: Path) -> None:
     other = FakeWorker("decode-1", DECODE, listed.script)
     async with listed.router() as cluster, AsyncExitStack() as stack:
         fleet = cluster.app[FLEET]
+        await until(lambda: all(listing.failure for listing in fleet.listings))
         status, answer = await cluster.get("/ready")
         assert status == 503
         assert f"file://{tmp_path}/prefill lists no prefill worker: " in answer["error"]["message"]
