@@ -3,6 +3,7 @@
 import asyncio
 import os
 
+import aiohttp
 import pytest
 
 from deploy.monitoring.alerts import ALERTS
@@ -43,6 +44,14 @@ class Prometheus:
         data: JsonObject = answer["data"]
         return data
 
+    async def answers(self) -> bool:
+        """Whether it has started: until then its API says 503."""
+        try:
+            async with self._client.session.get(f"{self.url}/-/ready") as response:
+                return response.status == 200
+        except (OSError, aiohttp.ClientError):
+            return False
+
     async def series(self, expression: str) -> list[JsonObject]:
         """What an expression is now."""
         found: list[JsonObject] = (await self.get("query", query=expression))["result"]
@@ -59,11 +68,9 @@ async def prometheus(stack: Stack, client: Client) -> Prometheus:
     found = Prometheus(client, stack.prometheus_url)
 
     async def reads() -> bool:
-        try:
-            return bool(await found.series("moerelay_worker_up"))
-        except OSError:
-            return False
+        return bool(await found.series("moerelay_worker_up"))
 
+    await until(found.answers, START_S)
     await until(reads, START_S)
     return found
 
