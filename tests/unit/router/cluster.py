@@ -111,19 +111,33 @@ def joined_tokens(choices: list[dict[str, Any]]) -> list[int]:
 
 
 @asynccontextmanager
-async def router_over(settings: RouterSettings) -> AsyncIterator[tuple[web.Application, str]]:
-    """A router on a free port; heartbeats have been answered (or not) once."""
-    app = create_app(settings)
+async def listening(app: web.Application) -> AsyncIterator[str]:
+    """The URL of `app`, on a free port and with the router's listener."""
     runner = create_runner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def client_of(app: web.Application) -> AsyncIterator[aiohttp.ClientSession]:
+    """What speaks to `app`."""
+    async with listening(app) as url, aiohttp.ClientSession(url) as http:
+        yield http
+
+
+@asynccontextmanager
+async def router_over(settings: RouterSettings) -> AsyncIterator[tuple[web.Application, str]]:
+    """A router on a free port; heartbeats have been answered (or not) once."""
+    app = create_app(settings)
+    async with listening(app) as url:
         for _ in range(2):  # the second round sees every worker's first answer
             await asyncio.gather(*(worker.heartbeat(3) for worker in app[FLEET].workers))
             app[FLEET].review()
-        yield app, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+        yield app, url
 
 
 @asynccontextmanager

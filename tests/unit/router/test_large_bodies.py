@@ -19,11 +19,10 @@ from common.errors import InvalidRequestError
 from router.content_encoding import unpack
 from router.json_body import BODY_LIMITS, THREAD_FROM_BYTES, BodyLimits, UnknownFields, read_body
 from router.keys import SETTINGS
-from router.listener import create_runner
 from router.middleware import errors_as_json
 from router.request_schemas import GenerateRequest
 from tests.fakes.fake_workers import expected_tokens
-from tests.unit.router.cluster import GENERATE, running, strict_json
+from tests.unit.router.cluster import GENERATE, client_of, running, strict_json
 
 MANY = 10**6
 
@@ -82,14 +81,8 @@ async def parsing_in(threads: list[threading.Thread], limits: BodyLimits) -> Asy
     app = web.Application(middlewares=[errors_as_json], client_max_size=2**22)
     app[SETTINGS], app[BODY_LIMITS] = RouterSettings(), limits
     app.router.add_post("/", handle)
-    runner = create_runner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as http:
-            yield http
-    finally:
-        await runner.cleanup()
+    async with client_of(app) as http:
+        yield http
 
 
 async def test_only_large_bodies_are_parsed_in_a_thread_one_after_the_other() -> None:

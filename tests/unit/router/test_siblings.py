@@ -19,10 +19,11 @@ from router.app import create_app
 from router.errors import error_body
 from router.json_body import read_bytes
 from router.keys import FLEET
-from router.listener import create_runner, listening_for_siblings
+from router.listener import listening_for_siblings
 from router.processes.local_app import create_local_app
 from router.processes.siblings import Aborted, Siblings, socket_path
 from tests.fakes.fake_workers import FakeWorker, Script, serving
+from tests.unit.router.cluster import client_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -53,18 +54,6 @@ async def answering(path: Path, handler: Handler) -> AsyncIterator[None]:
     try:
         await web.UnixSite(runner, str(path)).start()
         yield
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
-async def client_of(app: web.Application) -> AsyncIterator[aiohttp.ClientSession]:
-    runner = create_runner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as http:
-            yield http
     finally:
         await runner.cleanup()
 
