@@ -25,11 +25,12 @@ from benchmarks.table import Quantity, Samples
 from common.engine.request import RequestId
 from common.errors import HandoffError
 from common.handoff.frames import TARGET_PAYLOAD_BYTES
-from common.handoff.leases import LeaseRef
+from common.handoff.lease import LeaseRef
 from common.handoff.messages import HandoffIdentity
 from common.handoff.outgoing import OutgoingTransfer
 from common.handoff.receiver import HandoffReceiver
-from common.handoff.sender import HandoffSender, Transfer
+from common.handoff.sender import HandoffSender
+from common.handoff.transfer import Transfer
 from common.handoff.zmq_channel import ZmqConnector, ZmqListener
 from common.kv.pool import BlockId
 from common.kv.store import KVLayout, KVStore

@@ -11,7 +11,7 @@ import structlog
 
 from common.engine.request import BlocksLeased, EngineRequest, PrefillsLocally, RequestId, Work
 from common.errors import InvalidRequestError
-from common.handoff.leases import LeaseRef
+from common.handoff.lease import LeaseRef
 from common.handoff.receiver import HandoffReceiver
 from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2
 from common.worker.core import WorkerCore

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from common.errors import MoerelayError
-from common.handoff.sender import Transfer
+from common.handoff.transfer import Transfer
 from common.histogram import STAGE_BUCKETS, BucketCounts
 
 

@@ -10,9 +10,10 @@ import structlog
 
 from common.engine.request import EngineEvent, EngineRequest, Failed, PromptAdvanced, RequestId, Work
 from common.errors import HandoffError, MoerelayError, WorkerLostError
-from common.handoff.leases import LeaseRef
+from common.handoff.lease import LeaseRef
 from common.handoff.messages import Generation, TransferId
-from common.handoff.sender import HandoffSender, Transfer
+from common.handoff.sender import HandoffSender
+from common.handoff.transfer import Transfer
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.prompt_logprobs import PromptLogprobs
 from common.tracing import current_span

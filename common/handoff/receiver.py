@@ -11,28 +11,18 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import structlog
 
 from common.engine.request import RequestId
-from common.errors import HandoffCorruptError, HandoffError, MoerelayError, OverloadedError, WorkerLostError
+from common.errors import HandoffCorruptError, MoerelayError, OverloadedError, WorkerLostError
 from common.handoff.background import BackgroundTasks
 from common.handoff.channel import Listener, PeerGone, PeerId, Received
 from common.handoff.frames import ChunkFrames, decode_from_prefill, encode
-from common.handoff.leases import (
-    PEER_GONE,
-    Completed,
-    Discarded,
-    Failed,
-    Failure,
-    Lease,
-    LeaseBook,
-    LeaseRef,
-    LeaseState,
-    Verdict,
-    WriteChunk,
-)
+from common.handoff.handler import HandoffHandler
+from common.handoff.lease import PEER_GONE, Failure, Lease, LeaseRef, LeaseState
+from common.handoff.leases import Completed, Discarded, Failed, LeaseBook, Verdict, WriteChunk
 from common.handoff.messages import (
     Abort,
     Chunk,
@@ -56,40 +46,13 @@ from common.handoff.outgoing import CREDIT_CHUNKS, ERROR_OF_KIND, MAX_TRANSFERS
 from common.handoff.payload import is_offloaded, write_payload
 from common.kv.pool import BlockId
 from common.kv.store import KVStore
-from common.prompt_logprobs import PromptLogprobs, from_bytes
-from common.sampling import SampledToken
+from common.prompt_logprobs import from_bytes
 from common.tracing import TRACING_OFF, Tracing
 
 #: Leases are checked this often within one timeout, so that an expiry is noticed at most an eighth of it late.
 EXPIRY_CHECKS_PER_TIMEOUT = 8
 
 log = structlog.get_logger()
-
-
-class HandoffHandler(Protocol):
-    """Who is told what became of a lease. Called on the event loop; must not block.
-
-    After `on_complete` and `on_failed` nothing touches the lease's blocks any more. A revoked lease makes no calls.
-    """
-
-    def on_advanced(self, request_id: RequestId, computed: int) -> None:
-        """KV and rows of positions [0, computed) are in their slots."""
-        ...
-
-    def on_prompt_logprobs(self, request_id: RequestId, entries: PromptLogprobs) -> None:
-        """Those of the prompt's next positions; all of them have come before `on_complete`."""
-        ...
-
-    def on_complete(self, request_id: RequestId, first_tokens: Sequence[SampledToken], num_cached: int) -> None:
-        """The whole prompt is there, and the token that follows it, for each choice.
-
-        `num_cached`: prompt tokens that P did not compute for this request, because it had them.
-        """
-        ...
-
-    def on_failed(self, request_id: RequestId, error: HandoffError) -> None:
-        """The handoff ended early."""
-        ...
 
 
 class HandoffReceiver:

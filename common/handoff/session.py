@@ -9,7 +9,7 @@ import structlog
 from common.errors import HandoffCorruptError, HandoffRefusedError, HandoffTimeoutError, MoerelayError
 from common.handoff.channel import Link
 from common.handoff.frames import Frame, decode_from_decode, encode
-from common.handoff.leases import LeaseRef
+from common.handoff.lease import LeaseRef
 from common.handoff.messages import (
     Credit,
     DecodeMessage,

@@ -15,7 +15,7 @@ from common.engine.request import RequestId
 from common.errors import HandoffError
 from common.handoff.channel import Link, Listener, PeerGone, PeerId, Received
 from common.handoff.frames import Frame, FromPrefill, decode_from_decode, decode_from_prefill, encode
-from common.handoff.leases import LeaseRef
+from common.handoff.lease import LeaseRef
 from common.handoff.messages import (
     DecodeMessage,
     Generation,

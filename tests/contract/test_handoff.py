@@ -17,7 +17,7 @@ from common.errors import (
     RoutingMissingError,
     WorkerLostError,
 )
-from common.handoff.leases import LeaseRef
+from common.handoff.lease import LeaseRef
 from common.handoff.messages import HandoffIdentity
 from common.handoff.outgoing import CREDIT_CHUNKS
 from common.kv.pool import BlockId

@@ -19,7 +19,7 @@ from common.errors import (
     OverloadedError,
 )
 from common.handoff.frames import MAX_HEADER_BYTES, ChunkFrames
-from common.handoff.leases import LeaseRef
+from common.handoff.lease import LeaseRef
 from common.handoff.messages import (
     MAX_REASON_CHARS,
     Abort,

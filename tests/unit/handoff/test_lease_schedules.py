@@ -6,17 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.handoff.leases import (
-    Completed,
-    Discarded,
-    Failed,
-    Lease,
-    LeaseBook,
-    LeaseState,
-    Renewed,
-    Verdict,
-    WriteChunk,
-)
+from common.handoff.lease import Lease, LeaseState
+from common.handoff.leases import Completed, Discarded, Failed, LeaseBook, Renewed, Verdict, WriteChunk
 from common.handoff.messages import Abort, Chunk, Close, Generation, Renew
 from common.kv.pool import BlockId
 from common.sampling import SampledToken

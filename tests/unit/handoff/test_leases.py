@@ -3,17 +3,8 @@
 import msgspec
 import pytest
 
-from common.handoff.leases import (
-    Completed,
-    Discarded,
-    Failed,
-    Failure,
-    Lease,
-    LeaseBook,
-    LeaseState,
-    Renewed,
-    WriteChunk,
-)
+from common.handoff.lease import Failure, Lease, LeaseState
+from common.handoff.leases import Completed, Discarded, Failed, LeaseBook, Renewed, WriteChunk
 from common.handoff.messages import Abort, Chunk, Close, FailureKind, Generation, Renew, TransferId
 from common.kv.pool import BlockId
 from common.sampling import SampledToken

@@ -18,7 +18,7 @@ from common.engine.request import (
     RequestId,
     Work,
 )
-from common.handoff.leases import LeaseRef
+from common.handoff.lease import LeaseRef
 from common.handoff.messages import Generation, TransferId
 from common.handoff.receiver import HandoffReceiver
 from common.kv.pool import BlockId
