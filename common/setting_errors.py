@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from common.config import ENV_PREFIX
 from common.suggestion import close_match
 
 _Schema = Mapping[str, Any]
@@ -31,6 +32,8 @@ def sentence(error: ErrorDetails, cls: type[BaseModel]) -> str:
     schema = cls.model_json_schema()["properties"].get(name, {})
     example = _example(schema)
     such_as = "" if example is None else f", e.g. {flag} {example}"
+    if _alternative(schema).get("type") == "boolean":  # a flag has no value, so that this one is not from a flag
+        such_as = f", e.g. {ENV_PREFIX}{name.upper()}={example}"
     if error["type"] in ("missing", "string_too_short"):
         what = str(schema.get("description", "a value")).rstrip(".")
         return f"{flag} is missing: {what[:1].lower()}{what[1:]}{such_as}"

@@ -5,7 +5,6 @@ Unknown TOML keys, flags and MOERELAY_* variables are errors. Nothing else in th
 
 import os
 import tomllib
-from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +24,7 @@ from common.arguments import ArgumentParser
 from common.config import ENV_PREFIX, DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings
 from common.errors import ConfigError
 from common.setting_errors import sentence
+from common.settings_parser import SettingsParser, add_config
 from common.suggestion import close_match
 
 #: Every settings class that a MOERELAY_* variable may belong to.
@@ -44,9 +44,13 @@ def load_settings(
     check_environment(environ)
     arguments, path = _take_config_file(prog, argv)
     bound = _bind(cls, path)
-    parser = _parser(prog, bound.__doc__)
     try:
-        source = CliSettingsSource[SettingsT](bound, root_parser=parser, parse_args_method=ArgumentParser.parse_args)
+        source = CliSettingsSource[SettingsT](
+            bound,
+            root_parser=SettingsParser(bound, prog),
+            parse_args_method=SettingsParser.parse_args,
+            add_argument_method=SettingsParser.add_setting,
+        )
         return CliApp.run(bound, cli_args=arguments, cli_settings_source=source)
     except ValidationError as error:
         raise ConfigError("; ".join(sentence(e, cls) for e in error.errors())) from error
@@ -54,11 +58,11 @@ def load_settings(
         raise ConfigError(str(error)) from error
 
 
-def settings_parser(cls: type[LogSettings], prog: str) -> ArgumentParser:
+def settings_parser(cls: type[LogSettings], prog: str) -> SettingsParser:
     """The parser whose flags are the settings of `cls`, for whoever describes them."""
     bound = _bind(cls, None)
-    parser = _parser(prog, bound.__doc__)
-    CliSettingsSource(bound, root_parser=parser)
+    parser = SettingsParser(bound, prog)
+    CliSettingsSource(bound, root_parser=parser, add_argument_method=SettingsParser.add_setting)
     return parser
 
 
@@ -75,17 +79,11 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def _parser(prog: str, description: str | None = None, *, add_help: bool = True) -> ArgumentParser:
-    """A parser that knows `--config` only, and leaves no trace of it where it is not given."""
-    parser = ArgumentParser(prog, description, add_help=add_help)
-    text = "settings in TOML, weaker than variables and flags"
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", default=SUPPRESS, help=text)
-    return parser
-
-
 def _take_config_file(prog: str, argv: Sequence[str]) -> tuple[list[str], Path | None]:
     """Splits `--config PATH` off the arguments, since the file is read before the rest; checks that it is TOML."""
-    known, rest = _parser(prog, add_help=False).parse_known_args(argv)
+    parser = ArgumentParser(prog, None, add_help=False)
+    add_config(parser)
+    known, rest = parser.parse_known_args(argv)
     path: Path | None = getattr(known, "config", None)
     if path is None:
         return rest, None

@@ -1,12 +1,14 @@
 """Settings: order of the sources, strictness, and refusals that name the flag."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from common.config import DecodeSettings, PrefillSettings, RouterSettings, UpSettings, is_loopback
+from common.config import DecodeSettings, LogSettings, PrefillSettings, RouterSettings, UpSettings, is_loopback
 from common.errors import ConfigError
-from common.settings_loader import load_settings
+from common.setting_groups import GROUPS
+from common.settings_loader import SETTINGS, load_settings, settings_parser
 
 
 def test_toml_then_environment_then_command_line(tmp_path: Path) -> None:
@@ -24,6 +26,43 @@ def test_the_file_may_follow_an_equals_sign(tmp_path: Path) -> None:
     toml = tmp_path / "router.toml"
     toml.write_text("max_n = 7\n")
     assert load_settings(RouterSettings, [f"--config={toml}", "--port=1"], prog="p", environ={}).max_n == 7
+
+
+def sections(page: str) -> dict[str, list[str]]:
+    """Of a page of --help: heading → the flags below it."""
+    found: dict[str, list[str]] = {}
+    for line in page.splitlines():
+        if heading := re.fullmatch(r"(\S.*):", line):
+            flags = found[heading[1]] = []
+        elif flag := re.match(r"  (?:-h, )?(--[a-z-]+)", line):
+            flags.append(flag[1])
+    return found
+
+
+@pytest.mark.parametrize("cls", SETTINGS)
+def test_help_lists_every_setting_once_under_a_heading(cls: type[LogSettings]) -> None:
+    found = sections(settings_parser(cls, "p").format_help())
+    assert found.pop("options") == ["--help", "--config"]
+    flags = [flag for listed in found.values() for flag in listed]
+    assert sorted(flags) == sorted(f"--{name.replace('_', '-')}" for name in cls.model_fields)
+    assert all(found.values())
+    assert max(map(len, found.values())) < 20
+
+
+def test_help_begins_with_what_a_cluster_consists_of() -> None:
+    page = settings_parser(UpSettings, "moerelay up").format_help()
+    assert page.startswith("usage: moerelay up --model MODEL [FLAG …]\n\nStart a whole cluster ")
+    found = sections(page)
+    assert list(found)[:3] == ["options", "cluster", "model"]
+    assert found["cluster"][:3] == ["--prefill", "--decode", "--mode"]
+    assert "--port" in found["ports and addresses"]
+    assert {"--api-key-file", "--ssl-certfile", "--insecure"} <= set(found["security"])
+    assert "None" not in page
+
+
+def test_no_setting_that_there_is_not_has_a_heading() -> None:
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted({name for cls in SETTINGS for name in cls.model_fields})
 
 
 def test_help_lists_the_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +95,19 @@ def test_help_lists_the_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_refusals_name_the_flag(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_settings(DecodeSettings, argv, prog="p", environ={})
+
+
+def test_a_switch_in_a_file_or_variable_is_true_or_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = tmp_path / "router.toml"
+    toml.write_text('insecure = "maybe"\n')
+    said = "^--insecure maybe: must be true or false, e.g. MOERELAY_INSECURE=false$"
+    with pytest.raises(ConfigError, match=said):
+        load_settings(RouterSettings, ["--config", str(toml)], prog="p", environ={})
+    monkeypatch.setenv("MOERELAY_INSECURE", "maybe")
+    with pytest.raises(ConfigError, match=said):
+        load_settings(RouterSettings, [], prog="p")
+    monkeypatch.setenv("MOERELAY_INSECURE", "true")
+    assert load_settings(RouterSettings, [], prog="p").insecure
 
 
 def test_unknown_variables_and_keys_are_errors(tmp_path: Path) -> None:

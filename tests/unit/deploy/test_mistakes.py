@@ -206,6 +206,20 @@ _MISTAKES = {
         ["serve", "m"],
         "there is no command 'serve'; vLLM's serve is `moerelay up --model MODEL` here; ",
     ),
+    "switch": (
+        ["up", "--model", "m", "--enable-prefix-caching=maybe"],
+        "--enable-prefix-caching takes no value such as 'maybe'; write --enable-prefix-caching or "
+        "--no-enable-prefix-caching; see moerelay up --help",
+    ),
+    "switch-and-word": (
+        ["up", "--insecure", "false"],
+        "--insecure takes no value such as 'false'; write --insecure or --no-insecure; see moerelay up --help",
+    ),
+    "switch-before-a-model": (["up", "--insecure", "m"], "unrecognized arguments: m; did you mean --model m?"),
+    "switch-of-a-command": (
+        ["status", "--json=1"],
+        "--json takes no value such as '1'; write --json or leave it out; see moerelay status --help",
+    ),
     "choice": (["up", "--model", "m", "--kernels", "fast"], "--kernels fast: must be one of auto, avx512_bf16, "),
     "doctor-port": (["doctor", "--port", "65536"], "argument --port: 65536 is too large; at most 65535"),
     "doctor-size": (["doctor", "--kv-cache-memory", "1 GX"], "argument --kv-cache-memory: '1 GX' is not a size"),
