@@ -17,6 +17,8 @@ def on_terminal() -> bool:
 def progress_bar(title: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Advance]:
     """A bar on stderr that vanishes in the end, plain if NO_COLOR is set; nothing where stderr is no terminal.
 
+    Lines that are written to `sys.stderr` meanwhile stand above it, as long as they are.
+
     `total`: what `Advance` is called with, in all; None if nobody knows.
     """
     if not on_terminal():
@@ -36,6 +38,8 @@ def progress_bar(title: str, total: int | None, *, in_bytes: bool = False) -> It
     count = DownloadColumn() if in_bytes else MofNCompleteColumn()
     known = () if total is None else (count, TimeRemainingColumn())
     columns = (TextColumn(title), BarColumn(), *known, TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+    # Soft: the terminal wraps long lines, and whoever copies them gets them whole.
+    console = Console(stderr=True, soft_wrap=True)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pty
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -38,6 +39,71 @@ def _until_closed(terminal: int) -> bytes:
             shown += piece
     os.close(terminal)
     return shown
+
+
+#: A sequence that moves the cursor, erases or colours; or one character.
+_STEP = re.compile(r"\x1b\[\??([0-9;]*)([A-Za-z])|(.)", re.DOTALL)
+
+
+def _screen(shown: bytes, width: int) -> list[str]:
+    """The lines that a terminal of so many columns has shown in the end, those that it wraps as one."""
+    rows, wrapped, row, column = [""], {0: False}, 0, 0
+    for number, kind, character in _STEP.findall(shown.decode()):
+        if kind == "A":
+            row -= int(number or 1)
+        elif kind == "K":
+            assert number == "2", "only whole rows are erased"
+            rows[row] = ""
+        elif character == "\r":
+            column = 0
+        elif character:
+            if character == "\n" or column == width:
+                row, column = row + 1, column if character == "\n" else 0
+                if row == len(rows):
+                    rows.append("")
+                    wrapped[row] = character != "\n"
+            if character != "\n":
+                rows[row] = rows[row][:column].ljust(column) + character + rows[row][column + 1 :]
+                column += 1
+    lines: list[str] = []
+    for row, text in enumerate(rows):
+        if wrapped[row]:
+            lines[-1] += text
+        else:
+            lines.append(text)
+    return lines
+
+
+_LOGGING_PROGRAM = """
+import logging, os, sys, structlog
+from common.config import LogSettings
+from common.log import configure_logging
+from common.progress import progress_bar
+
+configure_logging(LogSettings(log_format="text"), process="w")
+log = structlog.get_logger()
+log.info("before")
+with progress_bar("loading", 2) as advance:
+    log.info("structured", text="word " * 40)
+    logging.getLogger("a.library").warning("standard %s", "word " * 40)
+    sys.stderr.write("forwarded " + "word " * 40 + "end\\n")
+    os._exit(0)  # with the bar as it is
+"""
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_log_lines_stand_above_the_bar_in_one_piece(width: int) -> None:
+    _, shown = _at_a_terminal([sys.executable, "-c", _LOGGING_PROGRAM], COLUMNS=str(width))
+    *lines, bar = _screen(shown, width)
+    assert not any("loading" in line for line in lines)
+    before, structured, standard, forwarded = lines
+    words = "word " * 40
+    assert "before" in before
+    assert f"text='{words}'" in structured
+    assert f"standard {words}" in standard
+    assert forwarded == f"forwarded {words}end"
+    assert bar.startswith("loading")
+    assert len(bar) <= width
 
 
 def _make_model(out: Path) -> list[str]:
