@@ -1,29 +1,25 @@
 """`moerelay up`: a whole cluster on this machine, from checkpoint to `moerelay ready URL`, and down again."""
 
 import asyncio
-import os
 import signal
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from common.config import UpSettings
 from common.cores import pin_process
 from common.cpu_list import format_cpus, parse_cpus
-from common.errors import STARTUP_EXIT_CODE, ConfigError, StartupError, WorkerLostError
-from common.process import MAX_SOCKET_PATH_BYTES, host_port
+from common.errors import STARTUP_EXIT_CODE, StartupError, WorkerLostError
+from common.process import host_port
 from common.progress import Advance, progress_bar
-from common.security.tls import load_tls
 from common.settings_loader import load_settings
 from deploy.core_plan import CorePlan
-from deploy.extras import needs_worker_extra
 from deploy.plan import ClusterPlan
+from deploy.preflight import checked
 from deploy.processes import Child, ProcessGroup, ProcessSpec, StopRequests, race
 from deploy.ready import Addresses, read_ready_file, wait_until_ready
-from router.access import Access
 
 #: What a process gets on top of --drain-timeout-s to close its sockets before it is killed.
 EXIT_GRACE_S = 5.0
@@ -201,72 +197,6 @@ def core_table(names: Sequence[str], cores: CorePlan) -> str:
     return "\n".join(f"  {name:<{width}}  {threads:>7}  {cpus}" for name, threads, cpus in rows)
 
 
-def with_local_model(settings: UpSettings, resolve: Callable[[str], Path]) -> UpSettings:
-    """`settings` with the checkpoint's directory for a model, found (or downloaded) once instead of by every child.
-
-    What clients see stays the hub id, or the directory's name. A model that the workers would refuse is refused here,
-    before any of them starts.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is not supported.
-    """
-    from common.model.families import parse_config
-
-    path = Path(os.path.abspath(resolve(settings.model)))
-    parse_config(path)
-    is_local = Path(settings.model).expanduser().is_dir()
-    name = settings.served_model_name or (path.name if is_local else settings.model)
-    return settings.model_copy(update={"model": str(path), "served_model_name": name})
-
-
-def check_port(host: str, port: int, flags: str = "--port (0: a free one) or --host") -> None:
-    """Finds out before the weights are loaded whether the router will be able to listen; it may still lose a race.
-
-    Raises:
-        ConfigError: the port is taken, or `host` is no address of this machine.
-    """
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host_port(host, port)}: {str(error.strerror).partition(' (')[0]}; "
-            f"choose another {flags}"
-        ) from error
-
-
-def check_router_sockets(router_processes: int, temporary: Path) -> None:
-    """Finds out before the weights are loaded whether several router processes can talk to each other.
-
-    Args:
-        temporary: where temporary directories are made.
-
-    Raises:
-        ConfigError: the paths of their sockets would be too long.
-    """
-    if router_processes < 2:
-        return
-    from router.processes.place import DIRECTORY_PREFIX
-    from router.processes.siblings import socket_path
-
-    # As many letters as `tempfile` adds.
-    path = socket_path(temporary / f"{DIRECTORY_PREFIX}xxxxxxxx", router_processes - 1)
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise ConfigError(
-            f"--router-processes {router_processes} needs sockets such as {path}, which is longer than "
-            f"{MAX_SOCKET_PATH_BYTES} bytes; set TMPDIR to a shorter path"
-        )
-
-
 def main(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, argv, prog="moerelay up")
-    Access.of(settings)
-    load_tls(settings)
-    check_port(settings.host, settings.port)
-    if settings.admin_port is not None:
-        check_port(settings.admin_host, settings.admin_port, "--admin-port (0: a free one) or --admin-host")
-    check_router_sockets(settings.router_processes, Path(tempfile.gettempdir()))
-    with needs_worker_extra("up"):
-        from common.model.hub import resolve_model
-
-        settings = with_local_model(settings, resolve_model)
-    return asyncio.run(launch(settings))
+    return asyncio.run(launch(checked(settings)))

@@ -13,6 +13,7 @@ from common.kv.store import KVLayout
 from common.model.attention import TILE
 from common.model.batch import Chunk
 from common.model.config import ExpertsConfig, GroupedAttention, ModelConfig, RopeConfig, RouterConfig
+from common.model.dtype import dtype_name
 from common.model.kernels.interface import Kernels
 from common.model.layers import FP32_MULTIPLE, per_head_product
 from common.model.rope import Angles, RotaryTable
@@ -38,14 +39,7 @@ def resolve_device(name: str) -> torch.device:
 
 def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
     """The compute dtype for --dtype: "auto" is what the checkpoint declares. Raises ConfigError."""
-    declared = config.dtype if name == "auto" else name
-    if declared not in _DTYPES:
-        raise ConfigError(
-            f"the checkpoint declares dtype {declared}, which is not computed here; "
-            f"choose --dtype {' or '.join(_DTYPES)}",
-            param="dtype",
-        )
-    return _DTYPES[declared]
+    return _DTYPES[dtype_name(name, config)]
 
 
 def is_exact(device: torch.device) -> bool:

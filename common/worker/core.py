@@ -28,12 +28,10 @@ from common.pb import types_pb2
 from common.tracing import TRACING_OFF, Tracing
 from common.worker.bridge import EngineBridge
 from common.worker.checkpoints import CheckpointLoader
+from common.worker.context import blocks_and_context
 from common.worker.machine import WorkerCores, give_back_memory, keep_what_is_there, worker_cores
 from common.worker.spans import RequestSpans
 from common.worker.weights import Weights
-
-#: KV cache of a worker that was told nothing: enough for tens of thousands of tokens of a small model.
-DEFAULT_KV_CACHE_BYTES = 2**30
 
 log = structlog.get_logger()
 
@@ -83,8 +81,7 @@ def build_core(
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, config)
     layout = kv_layout(config, settings.block_size, dtype)
-    num_blocks = _num_usable_blocks(settings, layout, config)
-    max_model_len = _max_model_len(settings, config, num_blocks)
+    num_blocks, max_model_len = blocks_and_context(settings, config, dtype.itemsize)
     kernels = choose_kernels(settings.kernels, device, config)
     log.info("kernels_chosen", kernels=kernels.name)
     with room_for_weights(path):
@@ -145,35 +142,6 @@ def _allocate(layout: KVLayout, config: ModelConfig, num_blocks: int, device: to
             f"there is no room for a KV cache of {wanted / 2**30:.1f} GiB on {device}; "
             "lower --kv-cache-memory or --num-kv-blocks"
         ) from error
-
-
-def _num_usable_blocks(settings: WorkerSettings, layout: KVLayout, config: ModelConfig) -> int:
-    if settings.num_kv_blocks is not None:
-        return settings.num_kv_blocks
-    budget = settings.kv_cache_memory or DEFAULT_KV_CACHE_BYTES
-    block_bytes = layout.block_size * (layout.token_bytes + config.routing.row_bytes)
-    if budget < 2 * block_bytes:
-        raise ConfigError(f"--kv-cache-memory of {budget} bytes holds fewer than 2 blocks of {block_bytes} bytes")
-    return budget // block_bytes
-
-
-def _max_model_len(settings: WorkerSettings, config: ModelConfig, num_blocks: int) -> int:
-    """The context: what was asked for if checkpoint and KV cache allow it, otherwise the most that they allow."""
-    capacity = num_blocks * settings.block_size
-    if settings.max_model_len is None:
-        return min(config.max_position_embeddings, capacity)
-    longest = config.rope.longest_context(config.max_position_embeddings)
-    if settings.max_model_len > longest:
-        raise ConfigError(
-            f"--max-model-len {settings.max_model_len} exceeds the {longest} positions that the checkpoint's "
-            "max_position_embeddings and rotary scaling allow"
-        )
-    if settings.max_model_len > capacity:
-        raise ConfigError(
-            f"--max-model-len {settings.max_model_len} exceeds the {capacity} tokens that the KV cache holds; "
-            "raise --kv-cache-memory or --num-kv-blocks"
-        )
-    return settings.max_model_len
 
 
 def _describe(

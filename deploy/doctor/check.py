@@ -24,6 +24,11 @@ class Check:
         found, semicolon, fix = error.message.rpartition("; ")
         return cls(name, "bad", found, fix) if semicolon else cls(name, "bad", error.message)
 
+    @property
+    def told(self) -> str:
+        """What was found, and the fix."""
+        return self.found if self.fix is None else f"{self.found}; {self.fix}"
+
 
 def amount(num_bytes: int) -> str:
     """'1.5 GiB', or '0.6 MiB'."""

@@ -42,6 +42,9 @@ class Use:
     dtype: str = "auto"
     workers: int = 2
     kv_cache_bytes: int = 2**30
+    device: str = "auto"
+    #: Tokens; None: as many as the checkpoint and the KV cache allow.
+    max_model_len: int | None = None
 
 
 def examine(name: str, use: Use, host: Host) -> tuple[Model | None, list[Check]]:
@@ -53,21 +56,22 @@ def examine(name: str, use: Use, host: Host) -> tuple[Model | None, list[Check]]
     try:
         path = resolve_model(name)
         config = parse_config(path)
-        model = _model(name, use.dtype, config)
+        model = _model(name, use, config)
     except MoerelayError as error:
         return None, [Check.of_error("model", error)]
     found = f"{name}: {model.family}, {model.dtype} on {model.device}, kernels {model.kernels}"
     checks = [Check("model", "ok", found), Check("numerics", "ok", model.numerics)]
-    return model, [*checks, _files(path, config), _tokenizer(path), _memory(model, use, host)]
+    checks += [_files(path, config), _tokenizer(path), _memory(model, use, host), _context(model, use, config)]
+    return model, checks
 
 
-def _model(name: str, dtype_name: str, config: "ModelConfig") -> Model:
+def _model(name: str, use: Use, config: "ModelConfig") -> Model:
     from common.model import native
     from common.model.kernels.choice import choose_kernels
     from common.model.numerics import numerics_fingerprint, resolve_device, resolve_dtype
 
-    device = resolve_device("auto")
-    dtype, kernels = resolve_dtype(dtype_name, config), choose_kernels("auto", device, config)
+    device = resolve_device(use.device)
+    dtype, kernels = resolve_dtype(use.dtype, config), choose_kernels("auto", device, config)
 
     def why_not(variant: str) -> str | None:
         try:
@@ -131,6 +135,19 @@ def _memory(model: Model, use: Use, host: Host) -> Check:
         fix = "lower --kv-cache-memory, start fewer workers here, or take a machine with more memory"
         return Check("room", "bad", found, fix)
     return Check("room", "ok", found)
+
+
+def _context(model: Model, use: Use, config: "ModelConfig") -> Check:
+    from common.model.dtype import DTYPE_BYTES
+    from common.worker.context import blocks_within, context_length
+
+    block_size = 16  # the default of --block-size; what fits differs by less than a block
+    try:
+        num_blocks = blocks_within(use.kv_cache_bytes, config, block_size, DTYPE_BYTES[model.dtype])
+        length = context_length(use.max_model_len, config, num_blocks * block_size)
+    except ConfigError as error:
+        return Check.of_error("context", error)
+    return Check("context", "ok", f"{length} tokens; the KV cache of a worker holds {num_blocks * block_size}")
 
 
 def _available(device: str, host: Host) -> int | None:

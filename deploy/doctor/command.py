@@ -66,6 +66,10 @@ def command_line() -> ArgumentParser:
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of --model (default: %(default)s)"
     )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of --model (default: %(default)s)"
+    )
+    parser.add_argument("--max-model-len", type=integer(2), help="of --model; default: what the checkpoint allows")
     parser.add_argument("--workers", type=integer(1), default=2, help="with --model on this machine (default: 2)")
     parser.add_argument("--kv-cache-memory", type=size, default=2**30, help="of each worker (default: 1GiB)")
     parser.add_argument("--host", default="127.0.0.1", help="where all ports are (default: %(default)s)")
@@ -89,7 +93,13 @@ def main(argv: Sequence[str]) -> int:
         Question(
             tuple(_ports(arguments.host, vars(arguments))),
             arguments.model,
-            Use(arguments.dtype, arguments.workers, arguments.kv_cache_memory),
+            Use(
+                arguments.dtype,
+                arguments.workers,
+                arguments.kv_cache_memory,
+                arguments.device,
+                arguments.max_model_len,
+            ),
             arguments.cluster_key_file,
             arguments.api_key_file,
             arguments.admin_key_file,
@@ -159,7 +169,4 @@ def _installed(package: str) -> str | None:
 
 def line(check: Check) -> Text:
     """The verdict, what was looked at, what was found, and the fix."""
-    fix = "" if check.fix is None else f"; {check.fix}"
-    return Text.assemble(
-        (f"{check.verdict:<6}", _STYLES[check.verdict]), f"{check.name:<11} ", f"{check.found}{fix}".rstrip()
-    )
+    return Text.assemble((f"{check.verdict:<6}", _STYLES[check.verdict]), f"{check.name:<11} ", check.told.rstrip())

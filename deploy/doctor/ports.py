@@ -1,5 +1,6 @@
 """Whether what is to be started here could listen."""
 
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,26 +8,49 @@ from common.errors import ConfigError
 from common.process import host_port
 from deploy.doctor.check import Check
 from deploy.doctor.listeners import listener
-from deploy.up import check_port
+
+#: Every address of this machine.
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Where something is to listen; `flag` names the port on its command line."""
+    """Where something is to listen; the flags name port and host on its command line."""
 
     flag: str
     host: str
     port: int
+    host_flag: str = "--host"
+
+    def excludes(self, other: "Wanted") -> bool:
+        """Both want the same port of the same address."""
+        is_same_host = self.host == other.host or self.host in _ALL_ADDRESSES or other.host in _ALL_ADDRESSES
+        return self.port == other.port != 0 and is_same_host
+
+
+def check_port(wanted: Wanted) -> None:
+    """Listens there for a moment; somebody else may still be faster later.
+
+    Raises:
+        ConfigError: the port is taken, or the host is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
+    try:
+        socket.create_server((wanted.host, wanted.port), family=family).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host_port(wanted.host, wanted.port)}: {str(error.strerror).partition(' (')[0]}; "
+            f"choose another {wanted.flag} (0: a free one) or {wanted.host_flag}"
+        ) from error
 
 
 def check_ports(wanted: Sequence[Wanted]) -> Iterator[Check]:
     """A line per port: it is free, taken by whom, or wanted twice. 0 stands for a free one, which there must be."""
-    seen: dict[tuple[str, int], Wanted] = {}
-    for each in wanted:
+    for number, each in enumerate(wanted):
         address = host_port(each.host, each.port)
         name = "port" if each.port else "free port"
-        earlier = seen.setdefault((each.host, each.port), each) if each.port else each
-        if earlier is not each:
+        earlier = next(filter(each.excludes, wanted[:number]), None)
+        if earlier is not None:
             yield Check(name, "bad", f"{address} is wanted by {earlier.flag} and by {each.flag}", "change one of them")
         else:
             yield _check(name, each)
@@ -35,11 +59,11 @@ def check_ports(wanted: Sequence[Wanted]) -> Iterator[Check]:
 def _check(name: str, wanted: Wanted) -> Check:
     address = host_port(wanted.host, wanted.port)
     try:
-        check_port(wanted.host, wanted.port, f"{wanted.flag} or --host")
+        check_port(wanted)
     except ConfigError as error:
         holder = listener(wanted.port) if wanted.port else None
         if holder is None:
             return Check.of_error(name, error)
         found = f"{address} is taken by {holder.command} (process {holder.pid})"
-        return Check(name, "bad", found, f"end it, or choose another {wanted.flag}")
+        return Check(name, "bad", found, f"end it, or choose another {wanted.flag} (0: a free one)")
     return Check(name, "ok", f"{wanted.flag}: {address} is free" if wanted.port else f"{wanted.flag}: there is one")

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.cores import affinity
 from common.model import native
@@ -108,7 +109,7 @@ def test_a_port_that_is_taken_and_by_whom(capsys: pytest.CaptureFixture[str]) ->
         code, (line,) = said(["--port", str(port)], capsys)
     assert code == 1
     assert line.startswith(f"bad port 127.0.0.1:{port} is taken by ")
-    assert line.endswith(f"(process {os.getpid()}); end it, or choose another --port")
+    assert line.endswith(f"(process {os.getpid()}); end it, or choose another --port (0: a free one)")
 
 
 def test_a_port_that_two_want(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +129,7 @@ def test_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> No
     said = [line for line in capsys.readouterr().out.splitlines() if "1234" in line]
     assert said == [
         "bad   port        cannot listen on 192.0.2.1:1234: Cannot assign requested address; "
-        "choose another --admin-port or --host"
+        "choose another --admin-port (0: a free one) or --host"
     ]
 
 
@@ -162,7 +163,7 @@ def test_json_for_a_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) 
     assert [kernels["name"] for kernels in found["kernels"]] == [*native.VARIANTS, "torch"]
     assert found["host"]["threads"] <= len(affinity())
     assert {check["verdict"] for check in found["checks"]} <= {"ok", "warn"}
-    assert [c["name"] for c in found["checks"]][-5:] == ["model", "numerics", "weights", "tokenizer", "room"]
+    assert [c["name"] for c in found["checks"]][-6:] == ["model", "numerics", "weights", "tokenizer", "room", "context"]
 
 
 def test_a_model_that_native_kernels_do_not_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,10 +230,34 @@ def _host(**changes: object) -> Host:
 def test_room_for_weights_and_kv(checkpoint: Path, workers: int, limit: int | None, verdict: str) -> None:
     """4 GiB are available: three workers with 1 GiB of KV and less than 1 MiB of weights fit in, four do not."""
     model, checks = examine(str(checkpoint), Use("float32", workers, 2**30), _host(memory_limit=limit))
-    assert (checks[-1].name, checks[-1].verdict) == ("room", verdict)
+    [room] = [check for check in checks if check.name == "room"]
+    assert room.verdict == verdict
     # 4 bytes for each value in the files, which hold nothing else than the tensors and a header.
     assert model is not None
     assert 0 < 2 * (checkpoint / "model.safetensors").stat().st_size - model.weight_bytes < 2**16
+
+
+@pytest.mark.parametrize(
+    ("flags", "verdict", "words"),
+    [
+        (["--max-model-len", "64"], "ok", "64 tokens; the KV cache of a worker holds "),
+        (["--max-model-len", "1000000"], "bad", "--max-model-len 1000000 exceeds the "),
+        (["--kv-cache-memory", "1000"], "bad", "--kv-cache-memory of 1000 bytes holds fewer than 2 blocks "),
+    ],
+    ids=["fits", "too-long", "no-memory"],
+)
+def test_a_context(
+    checkpoint: Path, flags: list[str], verdict: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = said(["--model", str(checkpoint), *flags], capsys)
+    assert code == (verdict == "bad")
+    assert any(line.startswith(f"{verdict} context {words}") for line in lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_not_there(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said(["--model", str(checkpoint), "--device", "cuda"], capsys)
+    assert (code, lines[-1]) == (1, "bad model --device cuda: torch finds no CUDA device here; use --device cpu")
 
 
 def _found(checks: Iterator[Check], verdict: str = "warn") -> list[str]:

@@ -12,16 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.config import UpSettings
 from common.cores import Cores
 from common.errors import CheckpointError, ConfigError, StartupError, WorkerLostError
 from common.model.hub import resolve_model
 from common.model.presets import synthetic_config
+from deploy.cli import main as command
 from deploy.plan import ClusterPlan
+from deploy.preflight import check_listening, check_router_sockets, with_local_model
 from deploy.processes import clean_environment
 from deploy.ready import wait_until_ready
-from deploy.up import check_port, check_router_sockets, core_table, main, take_cores, with_local_model
+from deploy.up import core_table, main, take_cores
 from tests.unit.deploy.conftest import FAKES, REPOSITORY, StartCluster, is_alive
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0")
@@ -378,12 +381,88 @@ def test_the_parent_of_router_processes_imports_no_server(tmp_path: Path, router
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
-def test_a_taken_port_is_refused_before_anything_starts() -> None:
+def test_a_port_that_cannot_be_is_refused_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: .*--port"):
-            check_port("127.0.0.1", port)
-    check_port("127.0.0.1", port)
-    check_port("127.0.0.1", 0)
-    with pytest.raises(ConfigError, match="--host"):
-        check_port("203.0.113.1", 0)
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} is taken by .*choose another --port \(0: a free"):
+            check_listening(UpSettings(model="m", port=port))
+    check_listening(UpSettings(model="m", port=port))
+    check_listening(UpSettings(model="m", port=0, admin_port=0))
+    # 203.0.113.0/24 is for documentation (RFC 5737).
+    for host, flag in (("host", "--host"), ("admin_host", "--admin-host")):
+        settings = UpSettings.model_validate({"model": "m", "port": 0, "admin_port": 0, host: "203.0.113.1"})
+        with pytest.raises(ConfigError, match=rf"203\.0\.113\.1:0: .* or {flag}$"):
+            check_listening(settings)
+
+
+@pytest.mark.parametrize("hosts", [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "0.0.0.0")])
+def test_a_port_cannot_be_the_control_port_too(hosts: tuple[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    host, admin_host = hosts
+    settings = UpSettings(model="m", host=host, port=port, admin_host=admin_host, admin_port=port)
+    with pytest.raises(ConfigError, match=rf"{admin_host}:{port} is wanted by --port and by --admin-port; change one"):
+        check_listening(settings)
+    # Each address has ports of its own.
+    check_listening(settings.model_copy(update={"host": "127.0.0.1", "admin_host": "127.0.0.2"}))
+
+
+def with_model(checkpoint: Path, **settings: object) -> UpSettings:
+    return with_local_model(UpSettings.model_validate({"model": str(checkpoint), **settings}), resolve_model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_model_len": 10**6}, r"^--max-model-len 1000000 exceeds the (\d+) positions .*; give at most \1$"),
+        (
+            {"max_model_len": 65, "num_kv_blocks": 4},
+            "^--max-model-len 65 exceeds the 64 tokens that the KV cache holds; lower it, or raise --kv-cache-memory ",
+        ),
+        (
+            {"kv_cache_memory": 1000},
+            r"^--kv-cache-memory of 1000 bytes holds fewer than 2 blocks .*; give at least \d",
+        ),
+    ],
+    ids=["positions", "blocks", "memory"],
+)
+def test_a_context_that_does_not_fit_is_refused_before_anything_starts(
+    checkpoint: Path, settings: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_model(checkpoint, **settings)
+
+
+def test_a_context_that_just_fits(checkpoint: Path) -> None:
+    longest = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
+    with_model(checkpoint, max_model_len=longest)
+    with pytest.raises(ConfigError, match=f"at most {longest}$"):
+        with_model(checkpoint, max_model_len=longest + 1)
+    with_model(checkpoint, max_model_len=64, num_kv_blocks=4)
+
+
+def test_a_dtype_that_is_not_computed_is_refused_before_anything_starts(checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch_dtype": "float16", "dtype": "float16"}))
+    with pytest.raises(ConfigError, match=r"declares dtype float16, .*; choose --dtype float32 or bfloat16$"):
+        with_model(checkpoint)
+    with_model(checkpoint, dtype="bfloat16")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["up", "--model", str(checkpoint), "--port", "0", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == (
+        "moerelay: error: --device cuda: torch finds no CUDA device here; use --device cpu\n"
+    )
+
+
+def test_what_is_looked_at_first_needs_no_torch(checkpoint: Path) -> None:
+    """It takes a second, and its memory as long as the cluster runs."""
+    code = (
+        "import sys, deploy.up; from common.config import UpSettings; from deploy.preflight import checked; "
+        "checked(UpSettings(model=sys.argv[1], port=0)); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(checkpoint)], cwd=REPOSITORY, check=False).returncode == 0
