@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.config import ModelSettings
 from common.errors import ConfigError, MoerelayError
 from deploy.doctor.check import Check, amount
 from deploy.doctor.machine import Kernels
@@ -141,7 +142,8 @@ def _context(model: Model, use: Use, config: "ModelConfig") -> Check:
     from common.model.dtype import DTYPE_BYTES
     from common.worker.context import blocks_within, context_length
 
-    block_size = 16  # the default of --block-size; what fits differs by less than a block
+    # Another --block-size makes a difference of less than a block.
+    block_size: int = ModelSettings.model_fields["block_size"].default
     try:
         num_blocks = blocks_within(use.kv_cache_bytes, config, block_size, DTYPE_BYTES[model.dtype])
         length = context_length(use.max_model_len, config, num_blocks * block_size)

@@ -62,26 +62,29 @@ class Diagnosis:
 def command_line() -> ArgumentParser:
     """The flags of this command."""
     parser = ArgumentParser("moerelay doctor", "Say whether this machine is ready for what is to be started on it.")
-    parser.add_argument("--model", help="checkpoint directory or hub id: whether workers here could load it")
-    parser.add_argument(
+    checkpoint = parser.add_argument_group("checkpoint")
+    checkpoint.add_argument("--model", help="checkpoint directory or hub id: whether workers here could load it")
+    checkpoint.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of --model (default: %(default)s)"
     )
-    parser.add_argument(
+    checkpoint.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of --model (default: %(default)s)"
     )
-    parser.add_argument("--max-model-len", type=integer(2), help="of --model; default: what the checkpoint allows")
-    parser.add_argument("--workers", type=integer(1), default=2, help="with --model on this machine (default: 2)")
-    parser.add_argument("--kv-cache-memory", type=size, default=2**30, help="of each worker (default: 1GiB)")
-    parser.add_argument("--host", default="127.0.0.1", help="where all ports are (default: %(default)s)")
-    parser.add_argument("--port", type=port, default=8000, help="the router's HTTP port (default: %(default)s)")
-    parser.add_argument("--admin-port", type=port, help="the router's control port")
-    parser.add_argument("--worker-port", type=port, action="append", help="a worker's gRPC port; repeatable")
-    parser.add_argument("--handoff-port", type=port, action="append", help="a decode worker's; repeatable")
-    parser.add_argument("--cluster-key-file", type=Path, help="keys of a process: whether they fit, and until when")
-    parser.add_argument("--api-key-file", type=Path, help="keys of clients")
-    parser.add_argument("--admin-key-file", type=Path, help="keys of administrators")
-    parser.add_argument("--ssl-certfile", type=Path, help="what clients are shown")
-    parser.add_argument("--ssl-keyfile", type=Path, help="its private key; default: it is in --ssl-certfile, too")
+    checkpoint.add_argument("--max-model-len", type=integer(2), help="of --model; default: what the checkpoint allows")
+    checkpoint.add_argument("--workers", type=integer(1), default=2, help="with --model on this machine (default: 2)")
+    checkpoint.add_argument("--kv-cache-memory", type=size, default=2**30, help="of each worker (default: 1GiB)")
+    ports = parser.add_argument_group("ports")
+    ports.add_argument("--host", default="127.0.0.1", help="where all ports are (default: %(default)s)")
+    ports.add_argument("--port", type=port, default=8000, help="the router's HTTP port (default: %(default)s)")
+    ports.add_argument("--admin-port", type=port, help="the router's control port")
+    ports.add_argument("--worker-port", type=port, action="append", help="a worker's gRPC port; repeatable")
+    ports.add_argument("--handoff-port", type=port, action="append", help="a decode worker's; repeatable")
+    keys = parser.add_argument_group("keys and certificates")
+    keys.add_argument("--cluster-key-file", type=Path, help="keys of a process: whether they fit, and until when")
+    keys.add_argument("--api-key-file", type=Path, help="keys of clients")
+    keys.add_argument("--admin-key-file", type=Path, help="keys of administrators")
+    keys.add_argument("--ssl-certfile", type=Path, help="what clients are shown")
+    keys.add_argument("--ssl-keyfile", type=Path, help="its private key; default: it is in --ssl-certfile, too")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     return parser
 

@@ -1,5 +1,6 @@
 """Whether what is to be started here could listen."""
 
+import errno
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ def _check(name: str, wanted: Wanted) -> Check:
     try:
         check_port(wanted)
     except ConfigError as error:
-        holder = listener(wanted.port) if wanted.port else None
+        is_taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+        holder = listener(wanted.port) if is_taken else None
         if holder is None:
             return Check.of_error(name, error)
         found = f"{address} is taken by {holder.command} (process {holder.pid})"
