@@ -59,9 +59,9 @@ def _screen(shown: bytes, width: int) -> list[str]:
         elif character:
             if character == "\n" or column == width:
                 row, column = row + 1, column if character == "\n" else 0
+                wrapped[row] = character != "\n"
                 if row == len(rows):
                     rows.append("")
-                    wrapped[row] = character != "\n"
             if character != "\n":
                 rows[row] = rows[row][:column].ljust(column) + character + rows[row][column + 1 :]
                 column += 1
