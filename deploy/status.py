@@ -155,7 +155,7 @@ def _paused(workers: Sequence[Json]) -> str | None:
 
 def _row(worker: Json) -> tuple[str, ...]:
     return (
-        worker["id"],
+        _name(worker),
         worker["role"] or "?",
         worker["state"],
         *(_number(worker[name]) for name in ("running", "waiting", "handoffs")),
@@ -163,6 +163,14 @@ def _row(worker: Json) -> tuple[str, ...]:
         _number(worker["weight_version"]),
         _note(worker),
     )
+
+
+def _name(worker: Json) -> str:
+    """Its id; where that is made of an address that a name stood for, the name with the address."""
+    scheme, _, source = worker["source"].partition("://")
+    if scheme == "dns" and worker["id"].endswith(worker["address"]):
+        return f"{source.rpartition(':')[0]} ({worker['address']})"
+    return str(worker["id"])
 
 
 def _number(value: object) -> str:

@@ -256,6 +256,8 @@ class WorkerView(ResponseModel):
     id: str
     role: Literal["prefill", "decode", "both"] | None
     address: str
+    #: What lists it, as --prefill or --decode has it: dns://decode:7002.
+    source: str
     pid: int | None
     state: State
     refused: str | None

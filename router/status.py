@@ -120,6 +120,7 @@ def _view(worker: Worker, status: worker_pb2.WorkerStatus) -> WorkerView:
         id=worker.id,
         role=ROLE_NAMES.get(status.role),
         address=worker.address,
+        source=worker.source,
         pid=status.pid,
         state=worker.state,
         refused=worker.refused,
@@ -157,10 +158,8 @@ def _step_times(measured: worker_pb2.StepTimes) -> StepTimesView:
 
 def _unheard(worker: Worker) -> WorkerView:
     """A worker that has never answered: its address and side are all that is known."""
-    unknown = dict.fromkeys(WorkerView.model_fields)
-    return WorkerView.model_validate(
-        unknown | {"id": worker.id, "role": worker.side, "address": worker.address, "state": worker.state}
-    )
+    known = {"id": worker.id, "role": worker.side, "address": worker.address, "source": worker.source}
+    return WorkerView.model_validate(dict.fromkeys(WorkerView.model_fields) | known | {"state": worker.state})
 
 
 LIVE_OPERATION = Operation("get", "/live", "The process runs.", answer=LiveResponse)

@@ -71,6 +71,8 @@ class Worker:
         self.was_asked = False
         #: Whoever lists workers lists this one; set by the fleet.
         self.listed = True
+        #: What lists it, as it is configured: its address, or dns://, srv:// or file://; set by the roster.
+        self.source = address
         #: Whether it does what it is given.
         self.breaker = Breaker()
         self._state = WorkerState(silence_limit_s)

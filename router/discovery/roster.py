@@ -37,14 +37,24 @@ class Roster:
         """Takes over what the listings say now; returns the workers that are dropped."""
         for listing in self.listings:
             listing.forget([worker.address for worker in self.members if worker.state is State.DEAD])
-        listed = dict.fromkeys((listing.side, address) for listing in self.listings for address in listing.addresses)
+        listed = _sources(self.listings)
         before = self._members
         self._members = {key: before.get(key) or self._connect(key[1], key[0]) for key in listed}
         unlisted = {key: worker for key, worker in before.items() if key not in listed}
         self._members |= {key: worker for key, worker in unlisted.items() if worker.is_needed}
         for key, worker in self._members.items():
             worker.listed = key in listed
+            worker.source = listed.get(key, worker.source)
         return [worker for worker in unlisted.values() if not worker.is_needed]
+
+
+def _sources(listings: Sequence[Listing]) -> dict[tuple[Side, str], str]:
+    """Every address that is listed, with the first that lists it, in the order of the configuration."""
+    found: dict[tuple[Side, str], str] = {}
+    for listing in listings:
+        for address in listing.addresses:
+            found.setdefault((listing.side, address), listing.source)
+    return found
 
 
 def _is_known(worker: Worker, seen: set[tuple[Side, str]]) -> bool:

@@ -20,6 +20,8 @@ def worker(**changes: Any) -> dict[str, Any]:
     usual = {
         "id": "decode-0",
         "role": "decode",
+        "address": "127.0.0.1:7002",
+        "source": "127.0.0.1:7002",
         "state": "healthy",
         "refused": None,
         "running": 3,
@@ -36,7 +38,9 @@ def worker(**changes: Any) -> dict[str, Any]:
 
 
 def unheard() -> dict[str, Any]:
-    return dict.fromkeys(worker()) | {"id": "host:7001", "role": "prefill", "state": "dead"}
+    address = "host:7001"
+    known = {"id": address, "address": address, "source": address, "role": "prefill", "state": "dead"}
+    return dict.fromkeys(worker()) | known
 
 
 def cluster(*workers: dict[str, Any], **router: Any) -> dict[str, Any]:
@@ -72,6 +76,22 @@ def test_a_line_per_worker() -> None:
         ["host:7001", "prefill", "dead", "-", "-", "-", "-", "-"],
     ]
     assert len({row.index(word) for row, word in zip(rows, ("healthy", "dead"), strict=True)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "source", "name"),
+    [
+        ("decode-172.18.0.4:7002", "dns://pool-a.example:7002", "pool-a.example (172.18.0.4:7002)"),
+        ("172.18.0.4:7002", "dns://pool-a:7002", "pool-a (172.18.0.4:7002)"),
+        ("decode-172.18.0.4:7002", "file:///run/decode.txt", "decode-172.18.0.4:7002"),
+        ("decode-172.18.0.4:7002", "172.18.0.4:7002", "decode-172.18.0.4:7002"),
+        ("large-1", "dns://pool-a:7002", "large-1"),
+    ],
+    ids=["found-by-name", "unheard", "in-a-file", "address", "named-by-its-flag"],
+)
+def test_a_name_that_an_address_was_found_under(worker_id: str, source: str, name: str) -> None:
+    *_, row = shown(cluster(worker(id=worker_id, address="172.18.0.4:7002", source=source)))
+    assert row.startswith(f"{name}  decode")
 
 
 def test_what_is_not_as_usual() -> None:

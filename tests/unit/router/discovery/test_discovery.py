@@ -72,6 +72,11 @@ async def test_workers_appear_move_and_disappear(tmp_path: Path) -> None:
             listed.write("decode", decode)
             await until(fleet.can_serve)
             await cluster.canary()
+            _, view = await cluster.get("/cluster")
+            assert {worker["address"]: worker["source"] for worker in view["workers"]} == {
+                prefill.address: f"file://{tmp_path}/prefill",
+                decode.address: f"file://{tmp_path}/decode",
+            }
         was = decode.address
         async with serving(decode):  # the same worker, on another port
             assert decode.address != was

@@ -70,6 +70,23 @@ async def test_workers_come_and_go_with_what_is_listed() -> None:
     assert rig.roster.was_asked("decode")
 
 
+async def test_workers_tell_what_lists_them() -> None:
+    rig = Rig()
+    await rig.look("a:1", "b:1")
+    static = Listing("decode", "b:1", None)
+    roster = Roster([static, rig.listing], lambda address, side: QuietWorker(address, side))
+    assert [(worker.address, worker.source) for worker in roster.workers] == [
+        ("b:1", "b:1"),
+        ("a:1", "dns://decode:7002"),
+    ]
+    # One that leaves has been found where it was.
+    assert rig["a:1"].source == "dns://decode:7002"
+    with Dependence([rig["a:1"]]):
+        rig["a:1"].hear()
+        await rig.look("b:1")
+        assert (rig["a:1"].listed, rig["a:1"].source) == (False, "dns://decode:7002")
+
+
 async def test_a_worker_that_is_listed_no_more_finishes_what_it_has() -> None:
     rig = Rig()
     await rig.look("a:1", "b:1")
