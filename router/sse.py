@@ -58,11 +58,11 @@ class EventStream:
     @property
     def is_clear(self) -> bool:
         """Whether `send_now` may be used: the stream has begun, and nothing that was sent waits to go out."""
-        return self._client.is_clear and not self._lock.locked()
+        return not self._lock.locked() and self._client.is_clear
 
     def send_now(self, json: Json) -> None:
         """As `send`, without waiting. Raises ConnectionResetError if the client left."""
-        self._client.write_now(*_framed(json))
+        self._client.write_now(b"data: ", *json, b"\n\n")
 
     async def send_made(self, make: MakeEvent) -> None:
         """As `send`, with an event that is made when its turn has come."""

@@ -20,6 +20,11 @@ def routing_dtype(num_experts: int) -> np.dtype[np.unsignedinteger] | np.dtype[n
     return np.dtype(np.int32)
 
 
+@cache
+def _little_endian(num_experts: int) -> np.dtype[np.integer]:
+    return routing_dtype(num_experts).newbyteorder("<")
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingLayout:
     """Shape and dtype of a model's routing rows; equal on every worker of a cluster."""
@@ -35,7 +40,7 @@ class RoutingLayout:
     @property
     def wire_dtype(self) -> np.dtype[np.integer]:
         """As rows travel between processes: little-endian."""
-        return self.dtype.newbyteorder("<")
+        return _little_endian(self.num_experts)
 
     @property
     def row_bytes(self) -> int:

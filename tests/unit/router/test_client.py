@@ -14,14 +14,14 @@ from router.client import MAX_WRITE_BYTES, ClientWriter
 from router.keys import LIVE
 from router.serve import THREAD_FROM_BYTES, encoded
 from tests.fakes.fake_workers import Script, description
-from tests.unit.router.cluster import GENERATE, Cluster, all_opened, running
+from tests.unit.router.cluster import GENERATE, all_opened, running
 
 #: 30,000 rows of 384 bytes: more than the kernel buffers between two sockets.
 LARGE = description(num_layers=48, top_k=8, num_experts=128, max_model_len=40_000)
 PROMPT = [7] * 30_000
 
 
-def post_bytes(cluster: Cluster, body: Any) -> bytes:
+def post_bytes(body: Any) -> bytes:
     """A request as it stands on the wire."""
     text = json.dumps(body)
     return f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
@@ -38,7 +38,7 @@ async def test_a_client_that_stops_reading_holds_nothing_for_ever(stream: bool) 
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", int(cluster.url.rpartition(":")[2])))
-            await loop.sock_sendall(client, post_bytes(cluster, body))
+            await loop.sock_sendall(client, post_bytes(body))
             assert (await loop.sock_recv(client, 12)) == b"HTTP/1.1 200"
             await asyncio.wait_for(cluster.app[LIVE].wait_empty(), 20)
         async with cluster.http.get("/metrics") as response:
@@ -58,7 +58,7 @@ async def test_an_abort_of_what_its_worker_has_finished_does_not_wait_for_the_cl
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", int(cluster.url.rpartition(":")[2])))
-            await loop.sock_sendall(client, post_bytes(cluster, body))
+            await loop.sock_sendall(client, post_bytes(body))
             await loop.sock_recv(client, 12)
             await decode.wait_until(lambda: not decode.live)
             abort = cluster.post({"request_ids": ["mine"]}, "/inference/v1/abort_requests")
