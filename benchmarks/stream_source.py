@@ -127,7 +127,8 @@ def _chunk(num_tokens: int, num_rows: int, finish: types_pb2.FinishReason.ValueT
     ids = np.random.default_rng(0).integers(1000, VOCAB_SIZE, num_tokens).tolist()
     rows = np.random.default_rng(1).integers(0, NUM_EXPERTS, (num_rows, NUM_LAYERS, TOP_K), np.uint8)
     chunk = decode_pb2.TokenChunk(
-        tokens=[types_pb2.SampledToken(token_id=i, weight_version=WEIGHT_VERSION) for i in ids],
+        token_ids=ids,
+        weight_version=WEIGHT_VERSION,
         routing_rows=rows.tobytes(),
         num_rows=num_rows,
         finish_reason=finish,

@@ -1,7 +1,9 @@
 """Conversions between the plain records and their protobuf messages: the only place where both are known."""
 
+from collections.abc import Sequence
 from typing import Literal
 
+from common.pb import decode_pb2
 from common.pb import types_pb2 as pb
 from common.sampling import FinishReason, SampledToken, SamplingParams, TokenLogprob
 
@@ -87,12 +89,36 @@ def token_to_pb(token: SampledToken) -> pb.SampledToken:
 
 
 def token_from_pb(message: pb.SampledToken) -> SampledToken:
-    if not message.HasField("logprob"):  # most tokens of most streams
-        return SampledToken(message.token_id, None, (), message.mask or None, message.weight_version)
-    own = _logprob_from_pb(message.logprob)
+    own = _logprob_from_pb(message.logprob) if message.HasField("logprob") else None
     top = tuple(_logprob_from_pb(t) for t in message.top)
     # The sampled id itself always survives, so that an empty mask means: not asked for.
     return SampledToken(message.token_id, own, top, message.mask or None, message.weight_version)
+
+
+def are_plain(tokens: Sequence[SampledToken]) -> bool:
+    """Whether ids and one label of weights say all about them."""
+    return all(
+        token.logprob is None and token.mask is None and token.weight_version == tokens[0].weight_version
+        for token in tokens
+    )
+
+
+def put_tokens(message: decode_pb2.TokenChunk, tokens: Sequence[SampledToken]) -> None:
+    """Into a message that has none yet, in the shorter of its two forms that says all about them."""
+    if tokens and are_plain(tokens):
+        message.token_ids.extend([token.token_id for token in tokens])
+        message.weight_version = tokens[0].weight_version
+    else:
+        message.tokens.extend([token_to_pb(token) for token in tokens])
+
+
+def tokens_from_pb(message: decode_pb2.TokenChunk) -> tuple[SampledToken, ...]:
+    """What `put_tokens` has put."""
+    token_ids = message.token_ids
+    if not token_ids:
+        return tuple([token_from_pb(token) for token in message.tokens])
+    version = message.weight_version
+    return tuple([SampledToken(token_id, None, (), None, version) for token_id in token_ids])
 
 
 def _logprob_to_pb(value: TokenLogprob) -> pb.TokenLogprob:

@@ -32,7 +32,7 @@ from common.errors import (
 )
 
 #: Version of the gRPC services, compared when workers pair; the handoff has its own, compared in its handshake.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 log = structlog.get_logger()
 

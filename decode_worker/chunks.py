@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from common.messages import finish_to_pb, token_to_pb
+from common.messages import finish_to_pb, put_tokens
 from common.pb import decode_pb2
 from common.prompt_logprobs import PromptLogprobs
 from common.routing.record import RoutingArray
@@ -96,9 +96,8 @@ def _message(
     logprobs: PromptLogprobs | None = None,
     num_cached: int = 0,
 ) -> decode_pb2.TokenChunk:
-    return decode_pb2.TokenChunk(
+    message = decode_pb2.TokenChunk(
         choice=choice,
-        tokens=[token_to_pb(token) for token in tokens],
         routing_rows=b"" if rows_TLK is None else _little_endian(rows_TLK),
         num_rows=0 if rows_TLK is None else len(rows_TLK),
         prompt_logprobs=b"" if logprobs is None else logprobs.tobytes(),
@@ -106,6 +105,8 @@ def _message(
         stop_token_id=None if finish is None else finish.stop_token_id,
         num_cached_tokens=num_cached,
     )
+    put_tokens(message, tokens)
+    return message
 
 
 def _little_endian(rows_TLK: RoutingArray) -> bytes:

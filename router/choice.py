@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter
 
 import msgspec
 
@@ -13,8 +11,6 @@ from router.plan import Plan
 from router.text.detokenizer import Detokenizer
 from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
-
-_weight_version = attrgetter("weight_version")
 
 
 class ReadChunk(msgspec.Struct, frozen=True, gc=False):
@@ -32,14 +28,19 @@ class VersionSpans:
 
     spans: list[tuple[str, int]] = field(default_factory=list)
 
-    def add(self, tokens: Sequence[SampledToken]) -> None:
-        """The next tokens."""
-        for version, same in groupby(tokens, _weight_version):
-            num_tokens = sum(1 for _ in same)
-            if self.spans and self.spans[-1][0] == version:
-                self.spans[-1] = (version, self.spans[-1][1] + num_tokens)
-            else:
-                self.spans.append((version, num_tokens))
+    def add(self, tokens: Sequence[SampledToken], *, are_alike: bool = False) -> None:
+        """The next tokens. `are_alike`: all of them are of the same weights."""
+        if tokens and are_alike:
+            self._extend(tokens[0].weight_version, len(tokens))
+            return
+        for token in tokens:
+            self._extend(token.weight_version, 1)
+
+    def _extend(self, version: str, num_tokens: int) -> None:
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1] + num_tokens)
+        else:
+            self.spans.append((version, num_tokens))
 
 
 class ChoiceReader:
@@ -65,7 +66,7 @@ class ChoiceReader:
         if stop is not None:
             chunk = chunk.cut(len(texts), Finish(FinishReason.STOP, stop_string=stop))
         self.ended = chunk.finish is not None
-        self.versions.add(chunk.tokens)
+        self.versions.add(chunk.tokens, are_alike=chunk.is_plain)
         return ReadChunk(chunk, texts, self._tail() if self.ended and stop is None else "")
 
     def _tail(self) -> str:

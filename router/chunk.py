@@ -2,7 +2,7 @@
 
 import msgspec
 
-from common.messages import finish_from_pb, token_from_pb
+from common.messages import finish_from_pb, tokens_from_pb
 from common.pb import decode_pb2
 from common.sampling import Finish, FinishReason, SampledToken
 
@@ -19,6 +19,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     choice: int = 0
     #: Packed as in `common.prompt_logprobs`, of the next prompt positions.
     prompt_logprobs: bytes = b""
+    #: The tokens have neither logprobs nor masks, and are all of the same weights; False says nothing.
+    is_plain: bool = False
 
     def cut(self, num_tokens: int, finish: Finish) -> "Chunk":
         """The same up to its `num_tokens`-th token (at least one), which ends the choice.
@@ -36,6 +38,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
             num_cached_tokens=self.num_cached_tokens,
             choice=self.choice,
             prompt_logprobs=self.prompt_logprobs,
+            is_plain=self.is_plain,
         )
 
 
@@ -46,13 +49,14 @@ def aborted(choice: int) -> Chunk:
 
 def chunk_from_pb(message: decode_pb2.TokenChunk) -> Chunk:
     return Chunk(
-        tokens=tuple([token_from_pb(token) for token in message.tokens]),
+        tokens=tokens_from_pb(message),
         rows=message.routing_rows,
         num_rows=message.num_rows,
         finish=_finish(message) if message.finish_reason else None,
         num_cached_tokens=message.num_cached_tokens,
         choice=message.choice,
         prompt_logprobs=message.prompt_logprobs,
+        is_plain=bool(message.token_ids),
     )
 
 

@@ -5,6 +5,7 @@ Sans-I/O. The rule both sides of the router keep: once a choice has g >= 1 token
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import msgspec
 
@@ -21,6 +22,9 @@ NPY_HEADER_BYTES = 128
 #: JSON may write a character as \\uXXXX\\uXXXX.
 MAX_JSON_BYTES_PER_CHARACTER = 12
 
+#: A token's id, which has at most 10 characters, and what stands around it.
+PLAIN_TOKEN_BYTES = 13
+
 #: Upper bound of what a token and the text it released take in an event's JSON.
 TokenCost = Callable[[SampledToken, str], int]
 
@@ -36,6 +40,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     text: str = ""
     #: About what the event will take.
     num_bytes: int = 0
+    #: No token has logprobs or a mask; False says nothing.
+    is_plain: bool = False
 
     @property
     def rows_TLK(self) -> RoutingArray | None:
@@ -163,7 +169,7 @@ class DeltaStitcher:
         budget_bytes: what tokens and rows of one event may take, JSON and base64 included. One row or one token is sent
             whatever its size.
         first_budget_bytes: the same for the choice's first event.
-        token_cost: what a token takes in the dialect's events.
+        token_cost: what a token takes in the dialect's events; no more than `token_bytes` if it has no logprobs.
     """
 
     def __init__(
@@ -209,11 +215,7 @@ class DeltaStitcher:
 
     def _uncut(self, read: ReadChunk, rows_start: int) -> Piece | None:
         """The chunk as one event, if it fits: what `_cut` would find as well, token by token."""
-        chunk, cost = read.chunk, self._token_cost
-        if read.texts:
-            token_bytes = sum(map(cost, chunk.tokens, read.texts))
-        else:
-            token_bytes = sum([cost(token, "") for token in chunk.tokens])
+        chunk, token_bytes = read.chunk, self._num_token_bytes(read)
         if token_bytes + base64_bytes(len(chunk.rows)) > self._budget:
             return None
         if not chunk.tokens and not chunk.rows and not chunk.finish:
@@ -226,7 +228,15 @@ class DeltaStitcher:
             finish=chunk.finish,
             text="".join(read.texts) + read.tail,
             num_bytes=token_bytes + len(chunk.rows),
+            is_plain=chunk.is_plain,
         )
+
+    def _num_token_bytes(self, read: ReadChunk) -> int:
+        """Upper bound, with the texts."""
+        if read.chunk.is_plain:
+            num_characters = sum(map(len, read.texts))
+            return PLAIN_TOKEN_BYTES * len(read.chunk.tokens) + MAX_JSON_BYTES_PER_CHARACTER * num_characters
+        return sum(map(self._token_cost, read.chunk.tokens, read.texts or repeat("")))
 
     def _cut(self, read: ReadChunk, tokens_before: int) -> Iterator[_Draft]:
         chunk = read.chunk
@@ -290,7 +300,7 @@ def base64_bytes(num_bytes: int) -> int:
 def token_bytes(token: SampledToken, text: str) -> int:
     """Upper bound of what a token takes in an event's JSON: id, mask and text, and its logprobs if there are any.
 
-    A uint32 takes at most 10 characters and a float 24; the rest is keys, brackets and commas.
+    A float takes at most 24 characters; the rest is keys, brackets and commas.
     """
-    size = 13 + MAX_JSON_BYTES_PER_CHARACTER * len(text) + 11 * len(token.mask or b"") // 4
+    size = PLAIN_TOKEN_BYTES + MAX_JSON_BYTES_PER_CHARACTER * len(text) + 11 * len(token.mask or b"") // 4
     return size if token.logprob is None else size + 128 + 96 * (1 + len(token.top))

@@ -278,6 +278,8 @@ class TokenChunk(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     routing_rows: _builtins.bytes
     """C-order [num_rows, num_layers, top_k] ids in the model's routing dtype, little-endian."""
     num_rows: _builtins.int
@@ -299,8 +301,17 @@ class TokenChunk(_message.Message):
     """Of a request that follows a feed: 0, 1, 2, … over its events, whichever way they come. A lease, or what comes
     instead, is number 0.
     """
+    weight_version: _builtins.str
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]: ...
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]:
+        """Empty if `token_ids` says it all."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens, if none of them has logprobs or a mask and all are of the same weights, `weight_version`: one field to
+        read instead of one message for each.
+        """
+
     def __init__(
         self,
         *,
@@ -314,10 +325,12 @@ class TokenChunk(_message.Message):
         prompt_logprobs: _builtins.bytes = ...,
         tag: _builtins.int = ...,
         seq: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "choice", b"choice", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_rows", b"num_rows", "prompt_logprobs", b"prompt_logprobs", "routing_rows", b"routing_rows", "seq", b"seq", "stop_token_id", b"stop_token_id", "tag", b"tag", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "choice", b"choice", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_rows", b"num_rows", "prompt_logprobs", b"prompt_logprobs", "routing_rows", b"routing_rows", "seq", b"seq", "stop_token_id", b"stop_token_id", "tag", b"tag", "token_ids", b"token_ids", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

@@ -357,8 +357,11 @@ def _message(
     choice: int,
 ) -> decode_pb2.TokenChunk:
     rows = expected_rows(first_row, end_row if request.routing.enabled else first_row, script.model)
+    plain = not (request.sampling.HasField("logprobs") or request.sampling.sampling_mask)
     return decode_pb2.TokenChunk(
-        tokens=[_token(token, request, script) for token in tokens],
+        token_ids=tokens if plain else (),
+        weight_version=script.model.weight_version if plain and tokens else "",
+        tokens=() if plain else [_token(token, request, script) for token in tokens],
         routing_rows=rows.tobytes(),
         num_rows=len(rows),
         choice=choice,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.messages import finish_from_pb, token_to_pb
+from common.messages import finish_from_pb, token_to_pb, tokens_from_pb
 from common.pb import decode_pb2
 from common.prompt_logprobs import empty
 from common.sampling import Finish, FinishReason, SampledToken, TokenLogprob
@@ -44,7 +44,7 @@ def test_every_message_keeps_the_row_rule(prompt: int, counts: list[int], rows_p
     messages = sent(Chunker(rows_per_message * (TOKEN_BYTES + ROW_BYTES)), *batches)
     seen_tokens, seen_rows = 0, 0
     for message in messages:
-        seen_tokens += len(message.tokens)
+        seen_tokens += len(tokens_from_pb(message))
         seen_rows += message.num_rows
         assert message.ByteSize() <= rows_per_message * (TOKEN_BYTES + ROW_BYTES) + FRAME_BYTES
         assert len(message.routing_rows) == message.num_rows * ROW_BYTES
@@ -62,12 +62,12 @@ def test_rows_ahead_then_tokens() -> None:
     """Prompt rows that went ahead leave the first token without a row of its own."""
     messages = sent(Chunker(2 * (TOKEN_BYTES + ROW_BYTES)), batch(0, 30, 0), batch(4, 3, 30, LENGTH))
     # 76 bytes hold 12 rows, or two tokens with their rows.
-    assert [(len(m.tokens), m.num_rows) for m in messages] == [(0, 12), (0, 12), (0, 6), (2, 1), (2, 2)]
+    assert [(len(tokens_from_pb(m)), m.num_rows) for m in messages] == [(0, 12), (0, 12), (0, 6), (2, 1), (2, 2)]
 
 
 def test_without_routing_everything_is_one_message() -> None:
     [message] = sent(Chunker(), batch(50, 0, 0, Finish(FinishReason.STOP, 7)))
-    assert (len(message.tokens), message.num_rows, message.stop_token_id) == (50, 0, 7)
+    assert (len(tokens_from_pb(message)), message.num_rows, message.stop_token_id) == (50, 0, 7)
 
 
 def test_an_abort_has_neither() -> None:
@@ -95,14 +95,14 @@ def test_masks_and_logprobs_count_too(num_masked: int, num_top: int) -> None:
     token, limit = large_token(num_masked, num_top), 40_000
     assert token_to_pb(token).ByteSize() <= token_bytes(token)
     messages = sent(Chunker(limit), Batch(0, [token] * 500, [], [], LENGTH))
-    assert sum(len(m.tokens) for m in messages) == 500
+    assert sum(len(tokens_from_pb(m)) for m in messages) == 500
     assert max(m.ByteSize() for m in messages) <= limit + FRAME_BYTES + 4 * 500
-    assert max(len(m.tokens) for m in messages) == min(500, limit // token_bytes(token))
+    assert max(len(tokens_from_pb(m)) for m in messages) == min(500, limit // token_bytes(token))
 
 
 def test_a_token_that_is_too_large_travels_alone() -> None:
     messages = sent(Chunker(100), Batch(0, [large_token(2_000, 0)] * 3, [], [], LENGTH))
-    assert [len(m.tokens) for m in messages] == [1, 1, 1]
+    assert [len(tokens_from_pb(m)) for m in messages] == [1, 1, 1]
 
 
 def test_prompt_logprobs_go_ahead_in_parts() -> None:
@@ -110,7 +110,7 @@ def test_prompt_logprobs_go_ahead_in_parts() -> None:
     entries["rank"] = np.arange(20).reshape(10, 2)
     messages = sent(Chunker(4 * 24), Batch(0, [SampledToken(5)], [], [entries], LENGTH))
     assert [len(m.prompt_logprobs) // 24 for m in messages] == [4, 4, 2, 0]
-    assert [len(m.tokens) for m in messages] == [0, 0, 0, 1]
+    assert [len(tokens_from_pb(m)) for m in messages] == [0, 0, 0, 1]
     assert b"".join(m.prompt_logprobs for m in messages) == entries.tobytes()
     [whole] = sent(Chunker(), Batch(0, [SampledToken(5)], [], [entries], LENGTH))
     assert whole.prompt_logprobs == entries.tobytes()
@@ -122,6 +122,29 @@ def test_cached_tokens_are_told_with_the_first_token_only(max_bytes: int) -> Non
     first, second = batch(2, 5, 0), batch(2, 2, 5, LENGTH)
     first.num_cached = 32
     messages = sent(Chunker(max_bytes), first, second)
-    told = [m.num_cached_tokens for m in messages if m.tokens]
+    told = [m.num_cached_tokens for m in messages if tokens_from_pb(m)]
     assert told == [32] + [0] * (len(told) - 1)
     assert sum(m.num_cached_tokens for m in messages) == 32
+
+
+def test_tokens_that_ids_say_all_about_are_one_field() -> None:
+    """Field 11, packed: 1, and 300 as a varint of two bytes; field 12: the label."""
+    plain = [SampledToken(token, weight_version="7") for token in (1, 300)]
+    [message] = sent(Chunker(), Batch(0, plain))
+    assert message.SerializeToString() == b"\x5a\x03\x01\xac\x02\x62\x017"
+    assert tokens_from_pb(message) == tuple(plain)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        SampledToken(300, weight_version="8"),
+        SampledToken(300, mask=b"\x2c\x01\0\0", weight_version="7"),
+        SampledToken(300, TokenLogprob(300, -1.5, 1), weight_version="7"),
+    ],
+)
+def test_tokens_with_more_to_say_are_whole(other: SampledToken) -> None:
+    tokens = [SampledToken(1, weight_version="7"), other]
+    [message] = sent(Chunker(), Batch(0, tokens))
+    assert (len(message.tokens), list(message.token_ids), message.weight_version) == (2, [], "")
+    assert tokens_from_pb(message) == tuple(tokens)

@@ -9,6 +9,7 @@ import pytest
 
 from common.engine.request import Failed, Progress, RequestId
 from common.errors import InternalError, InvalidRequestError, WorkerLostError
+from common.messages import tokens_from_pb
 from common.pb import decode_pb2
 from common.sampling import Finish, FinishReason, SampledToken
 from decode_worker.answer import Answer
@@ -38,7 +39,7 @@ class Reader:
     def tokens(self, tag: int) -> list[list[int]]:
         """Chunk by chunk."""
         chunks = [chunk for batch in self.batches for chunk in batch.chunks if chunk.tag == tag]
-        return [[token.token_id for token in chunk.tokens] for chunk in chunks]
+        return [[token.token_id for token in tokens_from_pb(chunk)] for chunk in chunks]
 
 
 @asynccontextmanager
@@ -164,7 +165,10 @@ async def test_a_call_ends_after_its_last_chunk_was_accepted(rows: int) -> None:
         assert not streaming.done()
         reader.go.set()
         await asyncio.wait_for(streaming, 10)
-        assert reader.tokens(1) + [[token.token_id for token in chunk.tokens] for chunk in request.own] == [[0], [1]]
+        assert reader.tokens(1) + [[token.token_id for token in tokens_from_pb(chunk)] for chunk in request.own] == [
+            [0],
+            [1],
+        ]
 
 
 async def test_a_call_ends_although_its_last_chunk_filled_the_window() -> None:
