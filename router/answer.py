@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.config import RouterSettings
 from common.id_mask import unpack_ids
@@ -26,6 +26,7 @@ from router.forms import (
     to_json,
 )
 from router.job import ChoiceState, Job, Outcome, RowsMode
+from router.plain_events import PlainEvents
 from router.request_schemas import GenerateRequest, StreamOptions
 from router.rows_format import RowsForm, format_rows
 from router.stitch import Piece, token_bytes
@@ -44,6 +45,8 @@ class GenerateDialect:
     body: GenerateRequest
     settings: RouterSettings
     rows_form: RowsForm
+    #: By index of the choice.
+    _plain_events: dict[int, PlainEvents] = field(default_factory=dict)
 
     @property
     def _options(self) -> StreamOptions:
@@ -92,17 +95,23 @@ class GenerateDialect:
         return ()
 
     def event(self, job: Job, state: ChoiceState, piece: Piece, *, first: bool) -> Json:
+        token_ids, rows = [token.token_id for token in piece.tokens], rows_of(piece, self.rows_form)
+        if self._is_plain(piece, first=first) and (rows is None or isinstance(rows, str)):
+            return self._plain(job, state).event(token_ids, rows)
         finish = piece.finish
         choice = GenerateResponseStreamChoice(
             index=state.index,
-            token_ids=[token.token_id for token in piece.tokens],
+            token_ids=token_ids,
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish else None,
             logprobs=_logprobs(piece.tokens),
-            routed_experts=rows_of(piece, self.rows_form),
+            routed_experts=rows,
             sampling_mask=masks_of(piece.tokens),
             weight_versions=weight_versions(state.versions) if finish else None,
         )
+        return self._event(job, choice, first=first)
+
+    def _event(self, job: Job, choice: GenerateResponseStreamChoice, *, first: bool) -> Json:
         return to_json(
             GenerateStreamResponse(
                 request_id=job.request_id,
@@ -111,6 +120,31 @@ class GenerateDialect:
                 choices=[choice],
             )
         )
+
+    def _is_plain(self, piece: Piece, *, first: bool) -> bool:
+        """Whether the event brings ids and rows and nothing else."""
+        return piece.is_plain and piece.finish is None and not (first or self._options.continuous_usage_stats)
+
+    def _plain(self, job: Job, state: ChoiceState) -> PlainEvents:
+        """Of one choice; made when its first such event is due."""
+        known = self._plain_events.get(state.index)
+        if known is not None:
+            return known
+
+        def word(token_ids: list[int], rows: str | None) -> Json:
+            choice = GenerateResponseStreamChoice(
+                index=state.index,
+                token_ids=token_ids,
+                finish_reason=None,
+                stop_reason=None,
+                logprobs=None,
+                routed_experts=rows,
+                sampling_mask=None,
+                weight_versions=None,
+            )
+            return self._event(job, choice, first=False)
+
+        return self._plain_events.setdefault(state.index, PlainEvents(word))
 
     def closing(self, job: Job) -> Sequence[Json]:
         if not self._options.include_usage:
