@@ -75,6 +75,10 @@ class ModelSettings(LogSettings):
     max_mixed_prefill_tokens: int = Field(
         256, gt=0, description="Prompt tokens of a step in which others decode, where no --slo-itl says how many."
     )
+    max_contended_step: Duration = Field(
+        0.25,
+        description="What a step may take while short prompts meet a long one, as far as it can be foretold.",
+    )
     max_num_seqs: int = Field(64, gt=0, description="Sequences in the running batch.")
     slo_ttft: Duration | None = Field(
         None, description="Time to first token that requests are meant to keep to (2s, 500ms); hopeless ones get a 429."

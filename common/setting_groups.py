@@ -42,6 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "max_mixed_prefill_tokens",
+        "max_contended_step",
         "max_waiting",
         "slo_ttft",
         "slo_itl",

@@ -71,9 +71,8 @@ class EngineCore:
         self.step_fit = StepTimeFit(store.routing.num_experts, store.routing.top_k)
         self.attainment = Attainment(limits.objectives)
         self._clock = clock
-        self._scheduler = Scheduler(
-            pool, limits, self._cache, swap, Pace(self.step_fit, limits.objectives, limits.max_mixed_prefill_tokens)
-        )
+        pace = Pace(self.step_fit, limits.objectives, limits.max_mixed_prefill_tokens, limits.max_contended_step_s)
+        self._scheduler = Scheduler(pool, limits, self._cache, swap, pace)
         self._mover = BlockMover(store, pool, self.stats, PreemptionLog(self.stats, swap))
         self._eos_token_ids = eos_token_ids
         self._vocab_size = limits.vocab_size

@@ -6,23 +6,22 @@ Everybody goes on; nobody comes in, stops early or is preempted. Where that is w
 from collections.abc import Iterable
 
 from common.engine.batch import ScheduledBatch
-from common.engine.pace import Pace
 from common.engine.request import EngineRequest, Work
 from common.engine.sequence import Phase, SequenceState
-from common.engine.short_first import OpenPrompt, share_out
+from common.engine.short_first import OpenPrompt, ShortFirst
 from common.engine.step_times import StepWork
 from common.model.batch import Chunk
 
 
 def forecast(
-    batch: ScheduledBatch, seated: Iterable[SequenceState], budget: int, block_size: int, pace: Pace
+    batch: ScheduledBatch, seated: Iterable[SequenceState], budget: int, block_size: int, short_first: ShortFirst
 ) -> list[Chunk]:
     """The chunks of the next step, in its order, with ids of 0; none where a block or a choice is missing for it.
 
     Args:
         seated: as the scheduler has them, in order of admission.
         budget: tokens per step.
-        pace: how many of them may be of prompts; it may learn otherwise until then.
+        short_first: how many of them may be of which prompts; it may learn otherwise until then.
     """
     ends = {chunk.sequence: chunk for chunk in batch.chunks}
     decodes: list[Chunk] = []
@@ -42,7 +41,8 @@ def forecast(
     if not prompts:
         return decodes
     work = StepWork(decode_tokens=len(decodes), decode_pairs=sum(chunk.end for chunk in decodes))
-    return decodes + _parts(*share_out(prompts, work, budget - len(decodes), pace))
+    portion = short_first.portion(prompts, work, budget - len(decodes))
+    return decodes + _parts(portion.prompts, portion.budget)
 
 
 def _parts(prompts: Iterable[OpenPrompt], budget: int) -> list[Chunk]:

@@ -26,6 +26,8 @@ class EngineLimits:
     objectives: Objectives = field(default_factory=Objectives)
     #: Prompt tokens of a step in which somebody decodes, where no objective says how many; None: all there is room for.
     max_mixed_prefill_tokens: int | None = None
+    #: Seconds of a step with a long prompt for which short ones wait; None: however many it takes.
+    max_contended_step_s: float | None = None
 
     @property
     def num_seats(self) -> int:

@@ -30,12 +30,20 @@ class Pace:
 
     Args:
         max_mixed_prefill_tokens: prompt tokens beside decodes, without an ITL objective; None: as many as fit.
+        max_contended_step_s: of a step with a long prompt for which short ones wait; None: however long it takes.
     """
 
-    def __init__(self, fit: StepTimeFit, objectives: Objectives, max_mixed_prefill_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        fit: StepTimeFit,
+        objectives: Objectives,
+        max_mixed_prefill_tokens: int | None = None,
+        max_contended_step_s: float | None = None,
+    ) -> None:
         self.fit = fit
         self._itl_s = objectives.itl_s
         self._max_mixed_prefill_tokens = max_mixed_prefill_tokens
+        self._max_contended_step_s = max_contended_step_s
 
     @property
     def bounds_decodes(self) -> bool:
@@ -52,16 +60,26 @@ class Pace:
             return budget
         if self._itl_s is None:
             return min(budget, self._max_mixed_prefill_tokens or budget)
+        return self._most_within(self._itl_s, decodes, prompts, budget)
+
+    def contended_budget(self, decodes: StepWork, prompts: Sequence[Remainder], budget: int) -> int:
+        """The same where short prompts wait for the step, whoever decodes; all of `budget` before any were measured."""
+        if self._max_contended_step_s is None or not self.fit.knows_prompts:
+            return budget
+        return self._most_within(self._max_contended_step_s, decodes, prompts, budget)
+
+    def _most_within(self, limit_s: float, decodes: StepWork, prompts: Sequence[Remainder], budget: int) -> int:
+        """Prompt tokens of a step that is foretold to take no longer, but at least FLOOR_TOKENS."""
         if budget <= FLOOR_TOKENS:
             return budget
         most = min(budget, max(FLOOR_TOKENS, _REACH * self.fit.largest_prompt_step))
-        if self._predict(decodes, prompts, most) <= self._itl_s:
+        if self._predict(decodes, prompts, most) <= limit_s:
             return most
         # Bisection, because a step with more tokens never takes less time.
         least, most = 1, most // FLOOR_TOKENS
         while least < most:
             middle = (least + most + 1) // 2
-            if self._predict(decodes, prompts, middle * FLOOR_TOKENS) <= self._itl_s:
+            if self._predict(decodes, prompts, middle * FLOOR_TOKENS) <= limit_s:
                 least = middle
             else:
                 most = middle - 1

@@ -17,7 +17,7 @@ from common.engine.preemption import BlockChanges, Preemptor
 from common.engine.request import EngineLoad, EngineRequest, RequestId, Work
 from common.engine.saved import SavedRange
 from common.engine.sequence import Phase, SequenceState
-from common.engine.short_first import OpenPrompt, share_out
+from common.engine.short_first import OpenPrompt, ShortFirst
 from common.engine.step_times import StepWork
 from common.engine.swap import SwapSpace
 from common.kv.cache import PrefixCache
@@ -28,8 +28,8 @@ from common.model.batch import Chunk
 class Scheduler:
     """Everybody in one order of urgency: priority, then arrival, then choice. Decodes before prompts in every step.
 
-    Prompts that are being computed share a step in that order too, but for short ones: within a part of it they go
-    before long ones (`short_first`).
+    Prompts that are being computed share a step in that order too, but for short ones: as a part of all tokens they go
+    before others, and where these are long the step is kept short (`ShortFirst`).
 
     A sequence comes in with blocks for the tokens that are known, and grows block by block. When none is left the least
     urgent decoding sequence loses its blocks and goes back into the line (`Preemptor`); it comes back with blocks for
@@ -65,6 +65,8 @@ class Scheduler:
         self._cache = cache
         self._swap = swap
         self._pace = pace
+        least_chunk = limits.max_mixed_prefill_tokens or 0
+        self._short_first = ShortFirst(pace, limits.max_num_batched_tokens, least_chunk)
         self._allotment = Allotment(pool, cache, swap, exact=limits.exact)
         self._block_size = cache.block_size
         self._live: dict[RequestId, ChoiceGroup] = {}
@@ -192,13 +194,15 @@ class Scheduler:
         else:
             this_round.add_decodes(decoding)
             if computing:
-                prompts, budget = share_out(computing, this_round.work, this_round.budget, self._pace)
-                this_round.add_prompts(prompts, budget)
+                portion = self._short_first.portion(computing, this_round.work, this_round.budget)
+                this_round.add_prompts(portion.prompts, portion.budget)
+                self._short_first.took(portion, this_round.work.prompt_tokens)
         return this_round.batch()
 
     def forecast(self, batch: ScheduledBatch) -> list[Chunk]:
         """What the step after this one will probably compute."""
-        return forecast(batch, self._seated, self._limits.max_num_batched_tokens, self._block_size, self._pace)
+        budget = self._limits.max_num_batched_tokens
+        return forecast(batch, self._seated, budget, self._block_size, self._short_first)
 
     def advance(self, sequence: SequenceState, end: int) -> None:
         """A step has computed the positions up to `end`."""

@@ -1,49 +1,105 @@
-"""In which order the prompts of a step are computed. Pure.
+"""In which order the prompts of a step are computed, and how many of their tokens.
 
 First come, first served makes a prompt of thirty tokens wait for all chunks of one of ten thousand that came before it.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from common.engine.pace import Pace, Remainder
 from common.engine.sequence import Phase, SequenceState
 from common.engine.step_times import StepWork
 
-#: Part of a step's tokens for prompts that it brings to their end: the others lose no more than that to them.
-SHARE = 0.25
+#: Tokens that prompts have computed for each one of those that overtake them: they lose no more than a quarter.
+PRICE = 3
+
+#: Steps of prompts for which short ones are still expected after one has met a long one. They come in bursts, as
+#: streams of the same length end together: these are ten seconds or so where a step takes long enough to matter.
+ALERT_STEPS = 16
 
 #: A sequence that is not decoding, and the first position that is still to be computed.
 OpenPrompt = tuple[SequenceState, int]
 
 
-def short_first(prompts: Sequence[OpenPrompt], budget: int) -> list[OpenPrompt]:
-    """Those that fit into SHARE of the budget together, then the others; in both the order of before.
+class Portion(NamedTuple):
+    """What a step computes of prompts."""
 
-    None of them overtakes a more urgent one, nor one that is computed again, whose stream stands still meanwhile.
+    #: The first ones first.
+    prompts: list[OpenPrompt]
+    #: Tokens of all of them together.
+    budget: int
+    #: Of those tokens, how many are of prompts that overtake others.
+    num_overtaking: int
+    #: Some of those that are overtaken take more than one step.
+    is_contended: bool
+
+
+class ShortFirst:
+    """Short prompts go before others, and where these are long, their steps are kept short.
+
+    A token bucket bounds what overtaking costs the others: a quarter of a step at once, and in the long run a quarter
+    of all tokens.
+
+    Args:
+        budget: tokens per step; a prompt that has more is long.
+        least_chunk: tokens of a step without short prompts, whatever they take; smaller chunks cost too much.
     """
-    room = int(budget * SHARE)
-    short: list[OpenPrompt] = []
-    others: list[OpenPrompt] = []
-    for sequence, start in prompts:
-        missing = len(sequence.token_ids) - start
-        if missing <= room and all(_may_overtake(sequence, other) for other, _ in others):
-            room -= missing
-            short.append((sequence, start))
+
+    def __init__(self, pace: Pace, budget: int, least_chunk: int = 0) -> None:
+        self._pace = pace
+        self._budget = budget
+        self._least_chunk = least_chunk
+        #: Tokens of others that have not been spent on tokens that overtake.
+        self._most_earned = self._earned = PRICE * _quarter(budget)
+        #: Prompt tokens before short prompts are not expected any more.
+        self._alert_tokens = 0
+
+    def portion(self, prompts: Sequence[OpenPrompt], decodes: StepWork, budget: int) -> Portion:
+        """That of a step beside `decodes` which has `budget` tokens left; `prompts` in order of admission."""
+        ordered, _ = self._ordered(prompts, budget)
+        allowed = self._pace.prompt_budget(decodes, _remainders(ordered), budget)
+        ordered, num_short = self._ordered(prompts, allowed)
+        meets_long = any(len(sequence.token_ids) > self._budget for sequence, _ in ordered[num_short:])
+        overtaking = ordered[:num_short] if num_short < len(ordered) else []
+        num_overtaking = sum(len(sequence.token_ids) - start for sequence, start in overtaking)
+        if meets_long and (num_overtaking or self._alert_tokens):
+            least = num_overtaking or self._least_chunk
+            allowed = max(self._pace.contended_budget(decodes, _remainders(ordered), allowed), min(least, allowed))
+        return Portion(ordered, allowed, num_overtaking, meets_long and num_overtaking > 0)
+
+    def took(self, portion: Portion, num_tokens: int) -> None:
+        """A step computes that portion, in which there are so many tokens."""
+        earned = num_tokens - portion.num_overtaking - PRICE * portion.num_overtaking
+        self._earned = min(self._earned + earned, self._most_earned)
+        if portion.is_contended:
+            self._alert_tokens = ALERT_STEPS * self._budget
         else:
-            others.append((sequence, start))
-    return short + others
+            self._alert_tokens = max(0, self._alert_tokens - num_tokens)
+
+    def _ordered(self, prompts: Sequence[OpenPrompt], budget: int) -> tuple[list[OpenPrompt], int]:
+        """Those that come to their end within what may overtake, then the others, as they came; how many are short.
+
+        None of them overtakes a more urgent one, nor one that is computed again, whose stream stands still meanwhile.
+        """
+        room = min(_quarter(budget), self._earned // PRICE)
+        short: list[OpenPrompt] = []
+        others: list[OpenPrompt] = []
+        for sequence, start in prompts:
+            missing = len(sequence.token_ids) - start
+            if missing <= room and all(_may_overtake(sequence, other) for other, _ in others):
+                room -= missing
+                short.append((sequence, start))
+            else:
+                others.append((sequence, start))
+        return short + others, len(short)
+
+
+def _quarter(num_tokens: int) -> int:
+    return num_tokens // (1 + PRICE)
 
 
 def _may_overtake(sequence: SequenceState, other: SequenceState) -> bool:
     return sequence.request.priority <= other.request.priority and other.phase is not Phase.RECOMPUTING
-
-
-def share_out(
-    prompts: Sequence[OpenPrompt], decodes: StepWork, budget: int, pace: Pace
-) -> tuple[list[OpenPrompt], int]:
-    """The prompts in the order in which a step beside `decodes` computes them, and how many tokens of them it may."""
-    allowed = pace.prompt_budget(decodes, _remainders(short_first(prompts, budget)), budget)
-    return short_first(prompts, allowed), allowed
 
 
 def _remainders(prompts: Sequence[OpenPrompt]) -> list[Remainder]:

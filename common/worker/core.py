@@ -105,6 +105,7 @@ def build_core(
             exact=is_exact(device),
             objectives=Objectives(settings.slo_ttft, settings.slo_itl),
             max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
+            max_contended_step_s=settings.max_contended_step,
         ),
         eos_token_ids=config.eos_token_ids,
         on_events=bridge.deliver,

@@ -36,6 +36,7 @@ class EngineShape:
     seats: int
     swap_space_bytes: int
     prefix_caching: bool = True
+    max_contended_step_s: float | None = None
 
 
 class StressModel:
@@ -82,6 +83,7 @@ class ModelRig(CoreRig):
             max_model_len=model.config.max_position_embeddings,
             vocab_size=model.config.vocab_size,
             swap_space_bytes=shape.swap_space_bytes,
+            max_contended_step_s=shape.max_contended_step_s,
         )
         self.runner = ModelRunner(model.decoder(0), store)
         super().__init__(self.runner, store, bounds, model.config.eos_token_ids, prefix_caching=shape.prefix_caching)

@@ -10,6 +10,9 @@ from tests.stress.oracle import Oracle
 from tests.stress.pair import MAX_IDLE, EnginePair
 from tests.stress.tally import Tally
 
+#: No step is that short: while short prompts come, a step has as few tokens as it may, on whatever machine.
+NO_TIME_S = 1e-9
+
 #: Requests per ask: a solo run serves several of them.
 REQUESTS_PER_ASK = 3
 
@@ -30,6 +33,7 @@ class Round:
 
     def __init__(self, model: StressModel, seed: str, num_requests: int) -> None:
         self._random = random = Random(seed)
+        self._bounds = Random(f"bounds/{seed}")
         is_long = random.random() < 0.12
         self._asks = draw_asks(random, model, max(3, num_requests // REQUESTS_PER_ASK), long=is_long)
         self._left = num_requests // 2 if is_long else num_requests
@@ -57,6 +61,7 @@ class Round:
             seats=random.choice((1, 3, 4, 5, 6, 8, 10)),
             swap_space_bytes=swap_positions * self._model.position_bytes(),
             prefix_caching=random.random() < 0.85,
+            max_contended_step_s=self._bounds.choice((None, NO_TIME_S)),
         )
 
     def play(self, oracle: Oracle) -> Tally:

@@ -97,6 +97,27 @@ def test_a_prefill_worker_computes_whole_chunks() -> None:
     assert [num_tokens(chunks) for chunks in made.runner.batches] == [64, 64, 64, 64, 44]
 
 
+def test_short_prompts_in_short_steps_of_a_long_one_change_no_bytes() -> None:
+    """40 ms are 30 tokens, in tiles of 16 one; the last 29 fit whole."""
+    bounds = limits(max_num_batched_tokens=BUDGET, max_model_len=400)
+    made = SlowRig(linear, bounds=replace(bounds, max_contended_step_s=0.040))
+    for i in range(10):
+        made.submit(ask(f"warm{i}", 60, 1, first=30 + i))
+        made.run()
+    made.runner.batches.clear()
+    long = made.submit(ask("long", 240, 1, first=20))
+    made.step()
+    transcripts = [long]
+    for i in range(6):
+        transcripts.append(made.submit(ask(f"short{i}", 5 + i, 1, first=i)))
+        made.step()
+    made.run()
+    assert [num_tokens(chunks) for chunks in made.runner.batches] == [64, *[16] * 12, 29]
+    for transcript in transcripts:
+        transcript.assert_equals(solo(transcript.request))
+    made.assert_baseline()
+
+
 def test_no_more_decode_at_a_time_than_are_in_time() -> None:
     """15.5 ms are five sequences."""
     made = warmed_up(Objectives(itl_s=0.0155))

@@ -68,6 +68,28 @@ def test_an_objective_counts_instead_of_the_number() -> None:
     assert Pace(fit, Objectives(itl_s=0.050), 32).prompt_budget(decodes(10), [(0, 2000)], 502) == 288
 
 
+@pytest.mark.parametrize(
+    ("num", "max_contended_step_s", "tokens"),
+    [
+        # 10 ms for each step and 1 ms per sequence: 30 ms and 20 ms are left for 300 and for 200 tokens.
+        (0, 0.0401, 288),
+        (10, 0.0401, 192),
+        (10, 0.001, FLOOR_TOKENS),
+        (0, 1.0, 512),
+        (0, None, 512),
+    ],
+)
+def test_tokens_of_a_step_for_which_short_prompts_wait(
+    num: int, max_contended_step_s: float | None, tokens: int
+) -> None:
+    fit = StepTimeFit(8, 2)
+    for _ in range(NUM_TRIAL_STEPS):
+        fit.observe(StepWork().with_prompt(512, 0), 0.0612)
+    fit.times = PLAIN
+    bounded = Pace(fit, Objectives(), None, max_contended_step_s)
+    assert bounded.contended_budget(decodes(num), [(0, 2000)], 512) == tokens
+
+
 @pytest.mark.parametrize(("itl_s", "num"), [(None, 10), (0.001, 0)])
 def test_without_an_objective_or_without_decodes_all_of_the_budget_is_for_prompts(
     itl_s: float | None, num: int

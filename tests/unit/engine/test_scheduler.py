@@ -1,79 +1,10 @@
 """Who is admitted when, and what each round computes."""
 
-from dataclasses import replace
-
 import pytest
 
-from common.engine.batch import ScheduledBatch
-from common.engine.group import ChoiceGroup
-from common.engine.pace import Pace
 from common.engine.request import RequestId, Work
-from common.engine.scheduler import Scheduler
-from common.engine.sequence import Phase, SequenceState
-from common.engine.step_fit import StepTimeFit
-from common.engine.swap import SwapSpace
-from common.kv.cache import PrefixCache
-from common.kv.pool import BlockPool
-from tests.unit.engine.rig import greedy, limits, make_request
-
-
-class Bench:
-    """A scheduler with a pool of `num_blocks` usable blocks of four tokens, and steps that compute nothing."""
-
-    def __init__(self, *, num_blocks: int = 32, budget: int = 8, seats: int = 8, swap_space_bytes: int = 2**20) -> None:
-        self.pool = BlockPool(num_blocks + 1)
-        bounds = limits(max_num_batched_tokens=budget, max_num_seqs=seats)
-        cache = PrefixCache(self.pool, 4, lambda block: False, enabled=False)
-        pace = Pace(StepTimeFit(8, 2), bounds.objectives)
-        self.scheduler = Scheduler(self.pool, bounds, cache, SwapSpace(swap_space_bytes, 8, 4), pace)
-
-    def add(
-        self, name: str, num_prompt: int, max_tokens: int = 4, work: Work = Work.WHOLE, *, priority: int = 0
-    ) -> None:
-        request = make_request(name, [5] * num_prompt, greedy(max_tokens), work=work)
-        self.scheduler.add(replace(request, priority=priority))
-
-    def admit(self) -> list[str]:
-        return [s.request.request_id for s in self.scheduler.admit()]
-
-    def plan(self) -> list[tuple[str, int, int]]:
-        """One round as (name, start, end), then booked as if it had been computed."""
-        self.admit()
-        self.scheduler.grow()
-        batch = self.scheduler.schedule()
-        planned = [(c.sequence.request.request_id, c.start, c.end) for c in batch.chunks] if batch else []
-        if batch:
-            self._book(batch)
-        assert self.scheduler.check_invariants() == []
-        return [(str(name), start, end) for name, start, end in planned]
-
-    def _book(self, batch: ScheduledBatch) -> None:
-        for chunk in batch.chunks:
-            samples, sequence = chunk.samples, chunk.sequence
-            self.scheduler.advance(sequence, chunk.end)
-            if samples:
-                self._move_on(sequence)
-
-    def _move_on(self, sequence: SequenceState) -> None:
-        group = self.group(str(sequence.request.request_id))
-        if sequence.request.work is Work.PREFILL:
-            self.scheduler.hold(sequence)
-            return
-        sequence.token_ids.append(7)
-        group.is_forked = True
-        if sequence.num_generated == sequence.request.sampling.max_tokens:
-            self.scheduler.remove_group(group)
-        else:
-            self.scheduler.start_decoding(sequence)
-
-    def group(self, name: str) -> ChoiceGroup:
-        found = self.scheduler.find(RequestId(name))
-        assert found is not None
-        return found
-
-    def sequence(self, name: str) -> SequenceState:
-        """Choice 0 of a request."""
-        return self.group(name).sequences[0]
+from common.engine.sequence import Phase
+from tests.unit.engine.bench import Bench
 
 
 def test_decodes_come_first_then_prompt_chunks_in_order() -> None:
@@ -85,35 +16,6 @@ def test_decodes_come_first_then_prompt_chunks_in_order() -> None:
     assert bench.plan() == [("a", 3, 4), ("b", 0, 7)]
     assert bench.plan() == [("a", 4, 5), ("b", 7, 10), ("c", 0, 4)]
     assert bench.plan() == [("a", 5, 6), ("b", 10, 11), ("c", 4, 5)]
-
-
-def test_short_prompts_go_before_a_long_one_within_a_quarter_of_the_step() -> None:
-    bench = Bench(budget=16)
-    bench.add("long", 60, work=Work.PREFILL)
-    assert bench.plan() == [("long", 0, 16)]
-    for name, num_tokens in [("a", 3), ("b", 2), ("c", 1)]:
-        bench.add(name, num_tokens, work=Work.PREFILL)
-    assert bench.plan() == [("a", 0, 3), ("c", 0, 1), ("long", 16, 28)]  # "b" would make five of at most four
-    assert bench.plan() == [("b", 0, 2), ("long", 28, 42)]
-    assert bench.plan() == [("long", 42, 58)]
-
-
-def test_the_end_of_a_long_prompt_is_short_too() -> None:
-    bench = Bench(budget=16)
-    bench.add("first", 18, work=Work.PREFILL)
-    bench.add("second", 40, work=Work.PREFILL)
-    assert bench.plan() == [("first", 0, 16)]
-    assert bench.plan() == [("first", 16, 18), ("second", 0, 14)]
-
-
-def test_a_short_prompt_does_not_overtake_a_more_urgent_one() -> None:
-    bench = Bench(budget=16)
-    bench.add("urgent", 40, work=Work.PREFILL, priority=-1)
-    assert bench.plan() == [("urgent", 0, 16)]
-    bench.add("short", 1, work=Work.PREFILL)
-    bench.add("as urgent", 2, work=Work.PREFILL, priority=-1)
-    assert bench.plan() == [("as urgent", 0, 2), ("urgent", 16, 30)]
-    assert bench.plan() == [("urgent", 30, 40), ("short", 0, 1)]
 
 
 def test_a_budget_of_one_token_finishes_everything() -> None:
