@@ -1,8 +1,9 @@
 """Values by bucket, cheap to add to: prometheus_client's own histogram takes a lock and walks its buckets each time."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
+from typing import Protocol
 
 from prometheus_client.utils import floatToGoString
 
@@ -20,23 +21,41 @@ TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+class Cells(Protocol):
+    """A list of floats, or doubles in memory."""
+
+    def __getitem__(self, index: int, /) -> float: ...
+    def __setitem__(self, index: int, value: float, /) -> None: ...
+    def __iter__(self) -> Iterator[float]: ...
+
+
 class BucketCounts:
     """One thread adds, any may read: what is being added in that moment may be seen in part."""
 
-    __slots__ = ("_bounds", "_counts", "sum")
+    __slots__ = ("_bounds", "_cells")
 
-    def __init__(self, buckets: Sequence[float]) -> None:
+    def __init__(self, buckets: Sequence[float], cells: Cells | None = None) -> None:
+        """`cells`: where to count, `num_cells` of them; None: from 0, in a list."""
         self._bounds = [*map(float, buckets), float("inf")]
-        self._counts = [0] * len(self._bounds)
-        #: Of all values.
-        self.sum = 0.0
+        self._cells: Cells = [0.0] * self.num_cells(buckets) if cells is None else cells
+
+    @staticmethod
+    def num_cells(buckets: Sequence[float]) -> int:
+        """One for each bound, one for the values above all, and last the sum of all values."""
+        return len(buckets) + 2
 
     def observe(self, value: float, times: int = 1) -> None:
         """Counts `value` in the first bucket whose bound is not below it, `times` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self.sum += value * times
+        self._cells[bisect_left(self._bounds, value)] += times
+        self._cells[-1] += value * times
+
+    @property
+    def sum(self) -> float:
+        """Of all values."""
+        return self._cells[-1]
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
         """(bound, values up to it) as Prometheus writes them; the last one has all values."""
-        return list(zip(map(floatToGoString, self._bounds), map(float, accumulate(self._counts)), strict=True))
+        counts = accumulate(islice(self._cells, len(self._bounds)))
+        return list(zip(map(floatToGoString, self._bounds), counts, strict=True))

@@ -20,6 +20,7 @@ from router.docs_page import render
 from router.fleet import Fleet
 from router.json_body import BODY_LIMITS, BodyLimits, UnknownFields
 from router.keys import (
+    COUNTERS,
     DOCS_PAGE,
     DOCUMENT,
     FLEET,
@@ -44,6 +45,7 @@ from router.metrics import RouterMetrics
 from router.middleware import bound_sizes, errors_as_json
 from router.openapi import document, json_text
 from router.pipeline import Pipeline
+from router.processes.counter_memory import CounterMemory
 from router.processes.leading import lead
 from router.processes.siblings import Siblings
 from router.sglang.ids import CHOICE_IDS, ChoiceIds
@@ -59,10 +61,12 @@ SHARED_PATHS = frozenset({"/abort_request"})
 log = structlog.get_logger()
 
 
-def create_app(settings: RouterSettings, siblings: Siblings | None = None) -> web.Application:
+def create_app(
+    settings: RouterSettings, siblings: Siblings | None = None, counters: CounterMemory | None = None
+) -> web.Application:
     """Builds the application of the HTTP port; workers are contacted when it starts.
 
-    `siblings`: the other processes of this router, if it has several.
+    `siblings`, `counters`: the other processes of this router, if it has several, and what it counts in with them.
 
     Raises:
         ConfigError: `--model` is no local directory, its generation_config.json cannot be used, or a key file cannot.
@@ -83,6 +87,7 @@ def create_app(settings: RouterSettings, siblings: Siblings | None = None) -> we
     app[UNKNOWN_FIELDS] = UnknownFields()
     app[CHOICE_IDS] = ChoiceIds()
     app[SIBLINGS] = siblings or Siblings(0, {})
+    app[COUNTERS] = counters or CounterMemory.alone()
     app[TEXT] = text = _text_tools(settings)
     app[PLANNER] = Planner(settings, defaults, text.tokenizer)
     app.cleanup_ctx.append(_tracing)
@@ -137,7 +142,7 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     keys = app.get(CLUSTER_KEYS)
     fleet = app[FLEET] = Fleet(settings, keys=keys)
     live = app[LIVE] = LiveRequests()
-    app[METRICS] = RouterMetrics(lambda: len(live), fleet, keys)
+    app[METRICS] = RouterMetrics(lambda: len(live), fleet, app[COUNTERS], keys)
     app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s, max_attempts=settings.max_attempts)
     certificates = app[TLS].files if TLS in app else ()
     files: list[Pollable] = [*app[ACCESS].files, *certificates, *([keys] if keys else [])]

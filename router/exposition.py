@@ -1,7 +1,7 @@
 """/metrics: the router's families and every worker's, merged by name into one Prometheus text."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +12,7 @@ from common.errors import MoerelayError
 from common.pb import worker_pb2
 from router.calls import worker_errors
 from router.fleet import Fleet
+from router.processes.gauges import Readings, of_all
 from router.worker import Worker
 from router.worker_state import State
 
@@ -34,32 +35,16 @@ class MergedFamilies(Collector):
         return self._families.values()
 
 
-#: Gauges of one process; the others say the same in all of them.
-_PROCESS_GAUGES = frozenset({"moerelay_router_in_flight", "moerelay_router_processes"})
-
-
-def _is_of_process(family: Metric) -> bool:
-    return family.type != "gauge" or family.name in _PROCESS_GAUGES or family.name.startswith("process_")
-
-
 async def exposition(
-    own: CollectorRegistry, fleet: Fleet, timeout_s: float, *, process: int | None, others: Mapping[int, str]
+    own: CollectorRegistry, fleet: Fleet, timeout_s: float, *, others: Iterable[Readings] = ()
 ) -> bytes:
     """Prometheus text of the router and of every worker that answers in time.
 
-    Each of several processes has series of its own, with the label `process`: of a sum over them, the death of one
-    would look like a restart of all.
-
     Args:
-        process: number of this process; None: the router has no other.
-        others: what the router's other processes say of themselves, by number.
+        others: gauges of the router's other processes.
     """
     merged = MergedFamilies()
-    for family in own.collect():
-        merged.add([family], {"process": str(process)} if process is not None and _is_of_process(family) else None)
-    for number, text in others.items():
-        theirs = filter(_is_of_process, text_string_to_metric_families(text))
-        merged.add(theirs, {"process": str(number)})
+    merged.add(of_all(own.collect(), others))
     alive = [worker for worker in fleet.workers if worker.state is not State.DEAD]
     answers = await asyncio.gather(*(_of_worker(worker, timeout_s) for worker in alive))
     for worker, text in zip(alive, answers, strict=True):

@@ -10,6 +10,7 @@ from router.answer import GenerateDialect
 from router.json_answer import json_answer
 from router.json_body import read_body
 from router.keys import METRICS, SETTINGS, SIBLINGS, UNKNOWN_FIELDS
+from router.metrics import Endpoint
 from router.operation import Operation
 from router.plan import Ask
 from router.request_schemas import AbortRequestsRequest, GenerateRequest
@@ -26,7 +27,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     return await generate_as(request, endpoint="generate", form=None)
 
 
-async def generate_as(request: web.Request, *, endpoint: str, form: RowsForm | None) -> web.StreamResponse:
+async def generate_as(request: web.Request, *, endpoint: Endpoint, form: RowsForm | None) -> web.StreamResponse:
     """Answers with rows in the given form, or the one that request and server ask for.
 
     `endpoint` is the metrics' name of the route.

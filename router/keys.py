@@ -12,6 +12,7 @@ from router.json_body import UnknownFields
 from router.live import LiveRequests
 from router.metrics import RouterMetrics
 from router.pipeline import Pipeline
+from router.processes.counter_memory import CounterMemory
 from router.processes.siblings import Siblings
 from router.text.chat import ChatTemplate
 from router.text.grammar_checker import GrammarChecker
@@ -46,6 +47,8 @@ PLANNER = web.AppKey("planner", Planner)
 GRAMMARS = web.AppKey("grammars", GrammarChecker)
 PIPELINE = web.AppKey("pipeline", Pipeline)
 TEXT = web.AppKey("text", TextTools)
+#: What the metrics are counted in.
+COUNTERS = web.AppKey("counters", CounterMemory)
 METRICS = web.AppKey("metrics", RouterMetrics)
 TRACING = web.AppKey("tracing", Tracing)
 DOCUMENT = web.AppKey("document", str)

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics
 
 from common.errors import HTTP_TABLE, InternalError, MoerelayError
 from common.histogram import ITL_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS
@@ -13,13 +14,17 @@ from common.pb import prefill_pb2
 from common.sampling import FinishReason
 from common.security.key_file import KeyFile
 from common.security.watched_file import WatchedFile
+from router.counters import CounterFamily, ProcessFamilies
 from router.errors import status_of
 from router.fleet import Fleet
 from router.latency import LabelledHistograms, LatencyHistogram
+from router.processes.counter_memory import CounterMemory
 from router.worker_state import State
 
-#: Outcome of a request whose choices all ended by themselves.
-FINISHED = "finished"
+#: What the metrics call the routes that generate.
+Endpoint = Literal["generate", "skyrl", "completions", "chat_completions", "sglang_generate"]
+#: How a request ends; `finished`: its choices all ended by themselves.
+Outcome = Literal["finished", "aborted", "error", "client_left"]
 
 #: What a router spends its time on: of each request, and of one event in EVENTS_PER_SAMPLE of a stream.
 REQUEST_STAGES = ("plan", "place")
@@ -32,12 +37,12 @@ _ROUTER_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, *STAGE_BUCKETS)
 class RequestHistograms:
     """What is observed of each request and its choices."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, memory: CounterMemory, registry: CollectorRegistry) -> None:
         def seconds(name: str, documentation: str, buckets: tuple[float, ...]) -> LatencyHistogram:
-            return LatencyHistogram(f"moerelay_{name}_seconds", documentation, buckets, registry)
+            return LatencyHistogram(f"moerelay_{name}_seconds", documentation, buckets, memory, registry)
 
         def tokens(name: str, documentation: str) -> LatencyHistogram:
-            return LatencyHistogram(f"moerelay_{name}", documentation, TOKEN_BUCKETS, registry)
+            return LatencyHistogram(f"moerelay_{name}", documentation, TOKEN_BUCKETS, memory, registry)
 
         self.ttft = seconds("time_to_first_token", "Arrival to first token.", TTFT_BUCKETS)
         self.itl = seconds("inter_token_latency", "Time between tokens of a choice.", ITL_BUCKETS)
@@ -48,9 +53,8 @@ class RequestHistograms:
         self.prompt_tokens = tokens("request_prompt_tokens", "Prompt tokens of finished requests.")
         self.generation_tokens = tokens("request_generation_tokens", "Tokens of each choice of finished requests.")
         stages = ("stage", (*REQUEST_STAGES, *EVENT_STAGES))
-        self.stages = LabelledHistograms(
-            "moerelay_router_stage_seconds", "What the router spends its time on.", _ROUTER_BUCKETS, stages, registry
-        )
+        name, documentation = "moerelay_router_stage_seconds", "What the router spends its time on."
+        self.stages = LabelledHistograms(name, documentation, _ROUTER_BUCKETS, stages, memory, registry)
 
 
 class RouterMetrics:
@@ -60,6 +64,7 @@ class RouterMetrics:
         self,
         in_flight: Callable[[], int],
         fleet: Fleet,
+        memory: CounterMemory,
         keys: WatchedFile[KeyFile] | None = None,
         *,
         now: Callable[[], float] = time.monotonic,
@@ -68,7 +73,7 @@ class RouterMetrics:
         self.registry = registry = CollectorRegistry()
         self._fleet = fleet
         self._now = now
-        ProcessCollector(registry=registry)
+        ProcessFamilies(memory, registry)
         gauge = Gauge("moerelay_router_in_flight", "Live requests of this router.", registry=registry)
         gauge.set_function(in_flight)
         Gauge("moerelay_router_processes", "Processes of this router.", registry=registry).set(1)
@@ -77,22 +82,23 @@ class RouterMetrics:
             left = Gauge("moerelay_certificate_seconds_left", "Until the certificate ends.", registry=registry)
             left.set_function(lambda: keys.value.seconds_left())
 
-        def counter(name: str, documentation: str, *labels: str) -> Counter:
-            return Counter(f"moerelay_{name}", documentation, labels, registry=registry)
+        def counter(name: str, documentation: str, **labels: Iterable[str]) -> CounterFamily:
+            return CounterFamily(f"moerelay_{name}", documentation, memory, registry, **labels)
 
-        self._requests = counter("router_requests", "Requests by how they ended.", "endpoint", "outcome")
-        self._successes = counter("request_success", "Choices that ended by themselves or by abort.", "finished_reason")
-        for reason in FinishReason:
-            self._successes.labels(reason.value)
-        self._errors = counter("router_errors", "Failed requests by error type.", "type")
-        for _, kind in HTTP_TABLE.values():
-            self._errors.labels(kind)
+        self._requests = counter(
+            "router_requests", "Requests by how they ended.", endpoint=get_args(Endpoint), outcome=get_args(Outcome)
+        )
+        self._successes = counter(
+            "request_success", "Choices that ended by themselves or by abort.", finished_reason=FinishReason
+        )
+        types = dict.fromkeys(kind for _, kind in HTTP_TABLE.values())
+        self._errors = counter("router_errors", "Failed requests by error type.", type=types)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests.")
         self._generation_tokens = counter("generation_tokens", "Tokens sent to clients.")
         self._rows = counter("routing_rows_sent", "Routing rows sent to clients.")
         self._bytes = counter("router_sent_bytes", "Bytes of answers to requests, sent to clients.")
         self._events = counter("router_events", "Events of streams sent to clients.")
-        self._seen = RequestHistograms(registry)
+        self._seen = RequestHistograms(memory, registry)
         counter(
             "failovers",
             "Choices moved to another worker; always 0, because a lost worker ends its requests in an error.",
@@ -136,36 +142,36 @@ class RouterMetrics:
         self._fallbacks.inc()
 
     @contextmanager
-    def request(self, endpoint: str) -> Iterator["RequestClock"]:
+    def request(self, endpoint: Endpoint) -> Iterator["RequestClock"]:
         """Around one request: counts how it ended and how long it took."""
         clock = RequestClock(self._seen, self._now)
-        outcome = "error"
+        outcome: Outcome = "error"
         try:
             yield clock
             outcome = clock.outcome
         except MoerelayError as error:
-            self._errors.labels(status_of(error)[1]).inc()
+            self._errors.inc(status_of(error)[1])
             raise
         except (ConnectionResetError, asyncio.CancelledError):
             outcome = "client_left"
             raise
         except BaseException:
-            self._errors.labels(status_of(InternalError(""))[1]).inc()
+            self._errors.inc(status_of(InternalError(""))[1])
             raise
         finally:
-            self._requests.labels(endpoint, outcome).inc()
+            self._requests.inc(endpoint, outcome)
             self._count(clock)
-            if outcome == FINISHED:
+            if outcome == "finished":
                 clock.observe_whole()
 
     def _count(self, clock: "RequestClock") -> None:
-        self._prompt_tokens.inc(clock.num_prompt_tokens)
-        self._generation_tokens.inc(clock.num_tokens)
-        self._rows.inc(clock.num_rows)
-        self._bytes.inc(clock.num_bytes)
-        self._events.inc(clock.num_events)
+        self._prompt_tokens.inc(by=clock.num_prompt_tokens)
+        self._generation_tokens.inc(by=clock.num_tokens)
+        self._rows.inc(by=clock.num_rows)
+        self._bytes.inc(by=clock.num_bytes)
+        self._events.inc(by=clock.num_events)
         for reason in clock.finish_reasons:
-            self._successes.labels(reason.value).inc()
+            self._successes.inc(reason.value)
 
 
 class _ChoiceTimes:
@@ -186,7 +192,7 @@ class RequestClock:
         self._now = now
         self._choices: dict[int, _ChoiceTimes] = {}
         self.started_at = self._now()
-        self.outcome = FINISHED
+        self.outcome: Outcome = "finished"
         self.num_prompt_tokens = 0
         self.num_tokens = 0
         self.num_rows = 0

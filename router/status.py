@@ -86,15 +86,14 @@ async def cluster(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """A process of this router that does not answer lacks; the others' series go on."""
+    """Of all processes of this router; one that does not answer is missing in the gauges alone."""
     own, siblings = request.app[METRICS], request.app[SIBLINGS]
     own.refresh()
     text = await exposition(
         own.registry,
         request.app[FLEET],
         request.app[SETTINGS].heartbeat_timeout_s,
-        process=None if siblings.is_alone else siblings.index,
-        others=(await siblings.metrics()).by_process,
+        others=(await siblings.gauges()).said,
     )
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

@@ -15,6 +15,7 @@ from common.errors import STARTUP_EXIT_CODE, StartupError
 from common.log import configure_logging
 from router.app import create_app, create_control_app
 from router.listener import listening_for_siblings, listening_on
+from router.processes.counter_memory import CounterMemory
 from router.processes.local_app import create_local_app
 from router.processes.place import READY_LINE, REFUSAL, Place
 from router.processes.siblings import Siblings, socket_path
@@ -32,7 +33,7 @@ async def serve(settings: RouterSettings, place: Place, parent: int) -> None:
         AsyncExitStack() as listeners,
     ):
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _follow_parent)
-        app = create_app(settings, siblings)
+        app = create_app(settings, siblings, CounterMemory.mapped(place.counter_fd, place.index, place.count))
         await listeners.enter_async_context(listening_on(app, _sockets(place.fds)))
         if place.control_fds:
             control = create_control_app(app)

@@ -2,13 +2,13 @@
 
 import msgspec
 from aiohttp import web
-from prometheus_client import generate_latest
 
 from common.errors import MoerelayError
 from router.aborts import abort_here, abort_rid_here
 from router.control.routes import CONTROL_ROUTES
 from router.keys import FLEET, LIVE, METRICS, SETTINGS, share
 from router.middleware import errors_as_json
+from router.processes.gauges import Readings, readings
 from router.processes.leading import lead
 from router.processes.siblings import Aborted, ProcessState
 
@@ -31,8 +31,10 @@ async def _state(request: web.Request) -> web.Response:
     return _json(state_of(request.app))
 
 
-async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(body=generate_latest(request.app[METRICS].registry))
+async def _gauges(request: web.Request) -> web.Response:
+    metrics = request.app[METRICS]
+    metrics.refresh()
+    return _json(readings(metrics.registry))
 
 
 async def _refresh(request: web.Request) -> web.Response:
@@ -50,7 +52,7 @@ async def _abort_rid(request: web.Request) -> web.Response:
     return _json(await abort_rid_here(request.app, rid))
 
 
-def _json(answer: ProcessState | Aborted) -> web.Response:
+def _json(answer: ProcessState | Aborted | Readings) -> web.Response:
     return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
 
@@ -62,7 +64,7 @@ def create_local_app(public: web.Application) -> web.Application:
     app.add_routes(
         [
             web.get("/state", _state),
-            web.get("/metrics", _metrics),
+            web.get("/gauges", _gauges),
             web.post("/refresh", _refresh),
             web.post("/abort", _abort),
             web.post("/abort_rid", _abort_rid),

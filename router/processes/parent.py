@@ -18,6 +18,7 @@ from common.config import RouterSettings
 from common.errors import ConfigError, MoerelayError, StartupError, WorkerLostError
 from common.process import host_port, stop_signals, write_ready_file
 from router.calls import task_group
+from router.processes.counter_memory import counter_file
 from router.processes.place import DIRECTORY_PREFIX, READY_LINE, REFUSAL, Place
 from router.processes.siblings import socket_path
 from router.processes.sockets import SharedPort, bind
@@ -81,6 +82,8 @@ class Parent:
         self._max_failed_restarts = max_failed_restarts
         self._ping_interval_s = ping_interval_s
         self._processes: dict[int, asyncio.subprocess.Process] = {}
+        #: Descriptor of what they count in, while `run` runs.
+        self._counter_fd = -1
         #: Whether the first process of each index has served.
         self._started = [asyncio.Event() for _ in sockets]
         self._stopping = asyncio.Event()
@@ -89,6 +92,14 @@ class Parent:
 
     async def run(self) -> None:
         """Starts all, keeps them alive until `stop` is set, and waits until they have drained."""
+        with counter_file(len(self._sockets)) as self._counter_fd:
+            await self._run()
+        if self._failure:
+            raise self._failure
+        if any(self._codes):
+            raise WorkerLostError(f"router processes ended with the codes {self._codes}")
+
+    async def _run(self) -> None:
         async with task_group() as group:
             keepers = [group.create_task(self._keep(index)) for index in range(len(self._sockets))]
             starting = group.create_task(self._all_started())
@@ -102,10 +113,6 @@ class Parent:
             again = group.create_task(self._signal_each_time())
             await asyncio.gather(*keepers)
             again.cancel()
-        if self._failure:
-            raise self._failure
-        if any(self._codes):
-            raise WorkerLostError(f"router processes ended with the codes {self._codes}")
 
     async def _all_started(self) -> None:
         for started in self._started:
@@ -193,7 +200,7 @@ class Parent:
                 *(sys.executable, "-P", "-m", "router.processes"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=[*fds, *control],
+                pass_fds=[*fds, *control, self._counter_fd],
                 # Ctrl-C reaches the whole foreground group; the parent alone decides who stops when.
                 start_new_session=True,
             )
@@ -201,7 +208,7 @@ class Parent:
             raise WorkerLostError(f"router process {index} cannot be started: {error}") from error
         self._processes[index] = process
         settings = self._settings.model_dump_json()
-        place = Place(settings, index, len(self._sockets), str(self._directory), fds, control)
+        place = Place(settings, index, len(self._sockets), self._counter_fd, str(self._directory), fds, control)
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(place) + b"\n")
         return process

@@ -12,6 +12,8 @@ class Place(msgspec.Struct, frozen=True):
     settings: str
     index: int
     count: int
+    #: Of the memory that all processes count in.
+    counter_fd: int
     #: Private to the router; its processes' sockets are in it.
     directory: str
     fds: list[int]

@@ -18,6 +18,7 @@ from structlog import get_logger
 
 from common.errors import MoerelayError, UnavailableError
 from router.errors import error_in
+from router.processes.gauges import Readings
 
 #: Of an answer that needs no worker.
 LOCAL_TIMEOUT_S = 3.0
@@ -63,18 +64,14 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Answers(Generic[AnswerT]):
-    """What the other processes have said, by their numbers.
+    """What the other processes have said.
 
     `refused`: errors of those that answered with one. `silent`: those that exist and have not answered in time.
     """
 
-    by_process: dict[int, AnswerT]
+    said: list[AnswerT]
     refused: list[MoerelayError]
     silent: list[int]
-
-    @property
-    def said(self) -> list[AnswerT]:
-        return list(self.by_process.values())
 
     def require_all(self) -> None:
         """Raises UnavailableError if a process is missing that may have had something to say, or its own error."""
@@ -86,8 +83,7 @@ class Answers(Generic[AnswerT]):
 
     def map(self, function: Callable[[AnswerT], OtherT]) -> "Answers[OtherT]":
         """Each answer as `function` has it."""
-        said = {number: function(each) for number, each in self.by_process.items()}
-        return Answers(said, self.refused, self.silent)
+        return Answers([function(each) for each in self.said], self.refused, self.silent)
 
 
 class _Missing(Enum):
@@ -140,11 +136,6 @@ class Siblings:
             await asyncio.gather(*(session.close() for session in others.values()))
 
     @property
-    def is_alone(self) -> bool:
-        """Whether the router has no other process."""
-        return not self._others
-
-    @property
     def leads(self) -> bool:
         """Whether this process carries out what concerns the whole cluster."""
         return self.index == 0
@@ -153,9 +144,9 @@ class Siblings:
         answers = await self._ask_all("GET", "/state", None, self._local_timeout_s)
         return answers.map(partial(msgspec.json.decode, type=ProcessState))
 
-    async def metrics(self) -> Answers[str]:
-        """Their own families, as Prometheus text."""
-        return (await self._ask_all("GET", "/metrics", None, self._local_timeout_s)).map(bytes.decode)
+    async def gauges(self) -> Answers[Readings]:
+        answers = await self._ask_all("GET", "/gauges", None, self._local_timeout_s)
+        return answers.map(partial(msgspec.json.decode, type=Readings))
 
     async def refresh(self) -> None:
         """Lets them hear the workers' newest state."""
@@ -188,7 +179,7 @@ class Siblings:
         asked = [self._ask(other, method, path, body, timeout_s) for other in self._others]
         answers = dict(zip(self._others, await asyncio.gather(*asked), strict=True))
         return Answers(
-            {index: answer for index, answer in answers.items() if isinstance(answer, bytes)},
+            [answer for answer in answers.values() if isinstance(answer, bytes)],
             [answer for answer in answers.values() if isinstance(answer, MoerelayError)],
             [index for index, answer in answers.items() if answer is _Missing.SILENT],
         )

@@ -3,17 +3,22 @@
 import asyncio
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 
+from common.model.synthesize import synthesize
 from router.text.tokenizer import load_tokenizer
 from tests.e2e.cluster import Answer, Client, Cluster, JsonObject, running_cluster, until
-from tests.e2e.conftest import FLAGS
+from tests.e2e.conftest import FLAGS, TINY
+from tests.unit.router.scrapes import nothing_falls
 
 NUM_REQUESTS = 16
+#: Tokens of streams that are still there when somebody has looked.
+LONG = 400
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +98,83 @@ async def test_nobody_is_forked(four_processes: Cluster, disaggregated: Cluster,
             parent = child.parent()
             assert parent is not None
             assert child.cmdline() != parent.cmdline()
+
+
+class Streams:
+    """Streams, of which some are lost with the process that serves them."""
+
+    def __init__(self, cluster: Cluster, session: aiohttp.ClientSession) -> None:
+        self._cluster = cluster
+        self._session = session
+        self.client = Client(session, cluster.url)
+        self.num_sent = 0
+        self.ended: list[Answer] = []
+
+    async def lose_some(self) -> None:
+        """Kills a process. All stand still then, so that it is certain which of them it takes with it."""
+        async with asyncio.TaskGroup() as group:
+            for i in range(NUM_REQUESTS):
+                group.create_task(self._ask([3 + i, 5, 7]))
+            self.num_sent += NUM_REQUESTS
+            await until(lambda: self._counted("moerelay_router_in_flight", NUM_REQUESTS))
+            await self._control("/pause?mode=keep")
+            await self.until_counted()
+            victim = self._busiest()
+            victim.kill()
+            await asyncio.to_thread(victim.wait, 10)
+            await until(lambda: self._counted("moerelay_router_processes", 3), 30)
+            await self._control("/resume")
+
+    async def until_counted(self) -> None:
+        """Metrics lag behind the last byte of a stream."""
+        await until(lambda: self._counted("moerelay_router_requests_total", len(self.ended)))
+
+    async def _ask(self, prompt: list[int]) -> None:
+        with suppress(aiohttp.ClientError):
+            options: JsonObject = {"stream": True, "max_tokens": LONG, "ignore_eos": True}
+            self.ended.append(await self.client.generate(prompt, **options))
+
+    async def _counted(self, name: str, value: float) -> bool:
+        return await self.client.metric(name) == value
+
+    async def _control(self, path: str) -> None:
+        async with self._session.post(f"{self._cluster.control_url}{path}") as response:
+            assert response.status == 200
+
+    def _busiest(self) -> psutil.Process:
+        """The router process with the most connections."""
+        port = int(self._cluster.url.rpartition(":")[2])
+
+        def num_connections(child: psutil.Process) -> int:
+            return sum(c.status == psutil.CONN_ESTABLISHED and c.laddr[1] == port for c in child.net_connections("tcp"))
+
+        children = psutil.Process(self._cluster.process.pid).children(recursive=True)
+        return max((child for child in children if "router.processes" in child.cmdline()), key=num_connections)
+
+
+@pytest.mark.cluster
+@pytest.mark.xdist_group("router-processes")
+async def test_metrics_stay_true_when_processes_are_killed(tmp_path: Path) -> None:
+    """kill -9 of processes that serve streams: what they have counted stays, and nothing is counted twice."""
+    synthesize("qwen3_moe", "tiny", 7, TINY | {"max_position_embeddings": 1024}, tmp_path / "m")
+    flags = ("--dtype", "float32", "--num-kv-blocks", "1024", "--threads", "1", "--router-processes", "3")
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)
+    with running_cluster(tmp_path / "m", tmp_path, *flags, "--admin-port", "0") as cluster:
+        async with aiohttp.ClientSession(connector=connector) as session:
+            streams = Streams(cluster, session)
+            async with nothing_falls(session, cluster.url):
+                for _ in range(2):
+                    await streams.lose_some()
+                await streams.until_counted()
+            num_ended = len(streams.ended)
+            assert 0 < num_ended < streams.num_sent
+            assert {(a.finish_reason, len(a.token_ids)) for a in streams.ended} == {("length", LONG)}
+            for _ in range(6):
+                assert await streams.client.metric("moerelay_router_requests_total") == num_ended
+                assert await streams.client.metric("moerelay_request_success_total") == num_ended
+                assert await streams.client.metric("moerelay_generation_tokens_total") == LONG * num_ended
+                assert await streams.client.metric("moerelay_prompt_tokens_total") == 3 * num_ended
+                assert await streams.client.metric("moerelay_e2e_request_latency_seconds_count") == num_ended
 
 
 def _said(answer: Answer) -> tuple[list[int], list[object], bytes, str | None]:

@@ -145,9 +145,9 @@ async def test_metrics_are_merged_by_name() -> None:
     outcomes = {
         s.labels["outcome"]: s.value
         for s in families["moerelay_router_requests"].samples
-        if s.name == "moerelay_router_requests_total"
+        if s.name == "moerelay_router_requests_total" and s.labels["endpoint"] == "generate"
     }
-    assert outcomes == {"finished": 1, "error": 1}
+    assert outcomes == {"finished": 1, "error": 1, "aborted": 0, "client_left": 0}
     errors = {s.labels.get("type"): s.value for s in families["moerelay_router_errors"].samples if "_total" in s.name}
     assert errors.pop("BadRequestError") == 1
     assert set(errors.values()) == {0}  # all there are, so that the first one of a kind is an increase

@@ -4,6 +4,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.keys import FLEET
 from router.metrics import RouterMetrics
+from router.processes.counter_memory import CounterMemory
 from tests.unit.router.cluster import Cluster, running
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
@@ -66,7 +67,7 @@ async def test_mean_time_between_tokens() -> None:
     """Of a choice whose tokens came as 1, 2 and 1 within 6 s: three intervals of 2 s."""
     now = [100.0]
     async with running() as cluster:
-        metrics = RouterMetrics(lambda: 0, cluster.app[FLEET], now=lambda: now[0])
+        metrics = RouterMetrics(lambda: 0, cluster.app[FLEET], CounterMemory.alone(), now=lambda: now[0])
     with metrics.request("generate") as clock:
         for seconds, num_tokens in ((1.0, 1), (4.0, 2), (2.0, 1)):
             now[0] += seconds

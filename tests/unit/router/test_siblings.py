@@ -20,12 +20,16 @@ from router.errors import error_body
 from router.json_body import read_bytes
 from router.keys import FLEET
 from router.listener import listening_for_siblings
+from router.processes.counter_memory import PART_BYTES, CounterMemory
 from router.processes.local_app import create_local_app
 from router.processes.siblings import Aborted, Siblings, socket_path
 from tests.fakes.fake_workers import FakeWorker, Script, serving
 from tests.unit.router.cluster import client_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+#: Labels and value of a sample.
+Reading = tuple[dict[str, str], float]
 
 ABORT = "/inference/v1/abort_requests"
 
@@ -72,15 +76,12 @@ async def found_x(_: web.Request) -> web.Response:
     return web.Response(body=msgspec.json.encode(Aborted(["x"], {})))
 
 
-REQUESTS = "moerelay_router_requests_total"
+def gauges(**families: Reading) -> Handler:
+    """A process with one sample of each of these."""
 
-
-def counted(number: int) -> Handler:
-    """A process that has had so many requests, and uses seven workers."""
-
-    async def answer(_: web.Request) -> web.Response:
-        requests = f'# TYPE {REQUESTS} counter\n{REQUESTS}{{outcome="finished"}} {number}\n'
-        return web.Response(text=requests + "# TYPE moerelay_workers_usable gauge\nmoerelay_workers_usable 7\n")
+    async def answer(request: web.Request) -> web.Response:
+        assert request.path == "/gauges"
+        return web.Response(body=msgspec.json.encode({name: [sample] for name, sample in families.items()}))
 
     return answer
 
@@ -91,27 +92,49 @@ async def series_of(http: aiohttp.ClientSession, name: str) -> list[str]:
         return [line for line in (await response.text()).splitlines() if line.startswith(name)]
 
 
-async def test_no_counter_falls_when_a_process_dies(tmp_path: Path) -> None:
-    """Of a sum over all, Prometheus would take that for a restart, and what is left for an increase."""
-    async with process_0_of(3, tmp_path) as http, answering(socket_path(tmp_path, 2), counted(50)):
-        living = f'{REQUESTS}{{outcome="finished",process="2"}} 50.0'
-        async with answering(socket_path(tmp_path, 1), counted(1000)):
-            assert await series_of(http, REQUESTS) == [f'{REQUESTS}{{outcome="finished",process="1"}} 1000.0', living]
-        assert await series_of(http, REQUESTS) == [living]
-        async with answering(socket_path(tmp_path, 1), counted(1)):
-            assert await series_of(http, REQUESTS) == [f'{REQUESTS}{{outcome="finished",process="1"}} 1.0', living]
-
-
-async def test_what_all_processes_see_is_told_once(tmp_path: Path) -> None:
-    async with process_0_of(2, tmp_path) as http, answering(socket_path(tmp_path, 1), counted(1)):
+async def test_gauges_are_those_of_all_processes(tmp_path: Path) -> None:
+    """A worker that one of them cannot use takes no part of the requests; a family of another version is left out."""
+    busy = gauges(moerelay_router_in_flight=({}, 5), moerelay_workers_usable=({"role": "decode"}, 7))
+    with_worker = gauges(moerelay_worker_up=({"role": "decode", "worker": "d"}, 1), moerelay_of_the_future=({}, 1))
+    async with (
+        answering(socket_path(tmp_path, 1), busy),
+        answering(socket_path(tmp_path, 2), with_worker),
+        process_0_of(3, tmp_path) as http,
+    ):
+        assert await series_of(http, "moerelay_router_in_flight") == ["moerelay_router_in_flight 5.0"]
         assert await series_of(http, "moerelay_workers_usable") == ['moerelay_workers_usable{role="decode"} 0.0']
-        [own] = await series_of(http, "process_start_time_seconds")
-        assert own.startswith('process_start_time_seconds{process="0"} ')
+        assert await series_of(http, "moerelay_worker_up") == ['moerelay_worker_up{role="decode",worker="d"} 1.0']
+        assert await series_of(http, "moerelay_of_the_future") == []
 
 
-async def test_a_process_that_is_silent_lacks_among_the_metrics(tmp_path: Path) -> None:
+async def test_what_a_process_says_of_itself_and_what_it_counts_reaches_the_other(tmp_path: Path) -> None:
+    """Two whole applications: the port's metrics are the same from both of them."""
+    memory = memoryview(bytearray(2 * PART_BYTES))
+    async with AsyncExitStack() as stack:
+        clients = []
+        for index in (0, 1):
+            siblings = await stack.enter_async_context(Siblings.in_directory(tmp_path, index, 2))
+            app = create_app(RouterSettings(), siblings, CounterMemory(memory, index, 2))
+            clients.append(await stack.enter_async_context(client_of(app)))
+            local = listening_for_siblings(create_local_app(app), socket_path(tmp_path, index))
+            await stack.enter_async_context(local)
+        for http, number in zip(clients, (2, 3), strict=True):
+            for _ in range(number):
+                async with http.post("/inference/v1/generate", json={}) as response:
+                    assert response.status == 400
+        for http in clients:
+            [failed] = [
+                line
+                for line in await series_of(http, "moerelay_router_requests_total")
+                if 'endpoint="generate",outcome="error"' in line
+            ]
+            assert failed.split()[-1] == "5.0"
+            assert await series_of(http, "moerelay_router_processes") == ["moerelay_router_processes 2.0"]
+
+
+async def test_a_process_that_is_silent_lacks_among_the_gauges(tmp_path: Path) -> None:
     async with silent(socket_path(tmp_path, 1)), process_0_of(2, tmp_path) as http:
-        assert await series_of(http, "moerelay_router_processes") == ['moerelay_router_processes{process="0"} 1.0']
+        assert await series_of(http, "moerelay_router_processes") == ["moerelay_router_processes 1.0"]
 
 
 async def test_a_router_with_a_silent_process_is_not_ready(tmp_path: Path) -> None:
