@@ -1,7 +1,7 @@
 """The aiohttp applications: routes, middleware and what lives as long as the process."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import structlog
 from aiohttp import web
@@ -142,12 +142,23 @@ async def _serving(app: web.Application) -> AsyncIterator[None]:
     keys = app.get(CLUSTER_KEYS)
     fleet = app[FLEET] = Fleet(settings, keys=keys)
     live = app[LIVE] = LiveRequests()
-    app[METRICS] = RouterMetrics(lambda: len(live), fleet, app[COUNTERS], keys)
+    app[METRICS] = RouterMetrics(lambda: len(live), fleet, app[COUNTERS], _certificates(app))
     app[PIPELINE] = Pipeline(fleet, connect_timeout_s=settings.connect_timeout_s, max_attempts=settings.max_attempts)
     certificates = app[TLS].files if TLS in app else ()
     files: list[Pollable] = [*app[ACCESS].files, *certificates, *([keys] if keys else [])]
     async with GrammarChecker(settings.max_grammar_bytes) as app[GRAMMARS], fleet.running(), reading(files):
         yield
+
+
+def _certificates(app: web.Application) -> dict[str, Callable[[], float]]:
+    """Of each that the router shows to others, how many seconds are left; `https` to clients, `cluster` to workers."""
+    found = {}
+    if CLUSTER_KEYS in app:
+        keys = app[CLUSTER_KEYS]
+        found["cluster"] = lambda: keys.value.seconds_left()
+    if TLS in app:
+        found["https"] = app[TLS].seconds_left
+    return found
 
 
 def _text_tools(settings: RouterSettings) -> TextTools:

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics
@@ -12,8 +13,6 @@ from common.errors import HTTP_TABLE, InternalError, MoerelayError
 from common.histogram import ITL_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS
 from common.pb import prefill_pb2
 from common.sampling import FinishReason
-from common.security.key_file import KeyFile
-from common.security.watched_file import WatchedFile
 from router.counters import CounterFamily, ProcessFamilies
 from router.errors import status_of
 from router.fleet import Fleet
@@ -65,7 +64,7 @@ class RouterMetrics:
         in_flight: Callable[[], int],
         fleet: Fleet,
         memory: CounterMemory,
-        keys: WatchedFile[KeyFile] | None = None,
+        certificates: Mapping[str, Callable[[], float]] = MappingProxyType({}),
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,9 +77,11 @@ class RouterMetrics:
         gauge.set_function(in_flight)
         Gauge("moerelay_router_processes", "Processes of this router.", registry=registry).set(1)
 
-        if keys is not None:
-            left = Gauge("moerelay_certificate_seconds_left", "Until the certificate ends.", registry=registry)
-            left.set_function(lambda: keys.value.seconds_left())
+        if certificates:
+            name, documentation = "moerelay_certificate_seconds_left", "Until the certificate ends."
+            left = Gauge(name, documentation, ["certificate"], registry=registry)
+            for certificate, seconds_left in certificates.items():
+                left.labels(certificate).set_function(seconds_left)
 
         def counter(name: str, documentation: str, **labels: Iterable[str]) -> CounterFamily:
             return CounterFamily(f"moerelay_{name}", documentation, memory, registry, **labels)

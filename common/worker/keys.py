@@ -16,4 +16,5 @@ def load_keys(settings: WorkerSettings, role: KeyRole) -> WatchedFile[KeyFile] |
 def key_metrics(metrics: WorkerMetrics, keys: WatchedFile[KeyFile] | None) -> None:
     """When the certificate ends, of a worker that has one."""
     if keys is not None:
-        metrics.gauge("certificate_seconds_left", "Until the certificate ends.", lambda: keys.value.seconds_left())
+        left = {"cluster": lambda: keys.value.seconds_left()}
+        metrics.gauges("certificate_seconds_left", "Until the certificate ends.", "certificate", left)

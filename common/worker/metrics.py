@@ -53,6 +53,10 @@ class WorkerMetrics(Collector):
     def gauge(self, name: str, documentation: str, reading: Reading) -> None:
         self._families.append(_Family(GaugeMetricFamily, name, documentation, {"": reading}))
 
+    def gauges(self, name: str, documentation: str, label: str, readings: Mapping[str, Reading]) -> None:
+        """One gauge per value of `label`."""
+        self._families.append(_Family(GaugeMetricFamily, name, documentation, readings, label))
+
     def counter(self, name: str, documentation: str, reading: Reading) -> None:
         self._families.append(_Family(CounterMetricFamily, name, documentation, {"": reading}))
 

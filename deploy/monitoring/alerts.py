@@ -46,6 +46,14 @@ def worker_quantile(share: float, histogram: str, *labels: str) -> str:
 #: Not PausedError: who pauses a cluster wants its requests to be refused.
 _SERVER_ERRORS = "InternalServerError|WorkerLostError|Handoff.*Error|ServiceUnavailableError"
 _MET, _MISSED = (per_worker(f"rate(moerelay_slo_{how}_total[10m])", "objective") for how in ("met", "missed"))
+_DAY_S = 24 * 3600
+
+
+def _left(certificate: str) -> str:
+    """Seconds, of each process of a router that shows it or knows of it."""
+    series = f'moerelay_certificate_seconds_left{{certificate="{certificate}"}}'
+    return f"min by (certificate, role, worker, instance) ({series})"
+
 
 ALERTS = (
     Alert(
@@ -92,10 +100,12 @@ ALERTS = (
     Alert(
         "MoerelayCertificateEnds",
         "warning",
-        f"min by (role, worker, instance) (moerelay_certificate_seconds_left) < {30 * 24 * 3600}",
+        # What renews HTTPS certificates by itself takes its time until some 30 days before the end.
+        f"{_left('cluster')} < {30 * _DAY_S} or {_left('https')} < {14 * _DAY_S}",
         "10m",
-        "{{ with $labels.worker }}The certificate of {{ . }}{{ else }}A router's certificate{{ end }} ends soon",
-        "In less than 30 days. From then on nobody connects to the process any more, nor does it connect to others.",
+        "The {{ $labels.certificate }} certificate of {{ or $labels.worker $labels.instance }} ends soon",
+        "That of a cluster in less than 30 days, that for HTTPS in less than 14. From then on nobody connects to the "
+        "process any more: no router and no worker, or no client.",
     ),
     Alert(
         "MoerelayErrors",

@@ -177,7 +177,8 @@ async def test_every_process_tells_when_its_certificate_ends(secured: Secured) -
         session.get(f"{secured.router.url}/metrics") as answer,
     ):
         text = await answer.text()
-    found = re.findall(r"^moerelay_certificate_seconds_left(\{.*\})? (\S+)$", text, re.M)
-    assert [bool(labels) for labels, _ in found] == [False, True, True]
+    found = re.findall(r"^moerelay_certificate_seconds_left\{(.*)\} (\S+)$", text, re.M)
+    assert ["worker=" in labels for labels, _ in found] == [False, True, True]
+    assert all('certificate="cluster"' in labels for labels, _ in found)
     for _, seconds in found:
         assert 3640 * 86_400 < float(seconds) <= 3650 * 86_400

@@ -53,9 +53,10 @@ SITUATIONS = {
     ),
     "MoerelayWorkerRefused": both(f"moerelay_worker_refused{D}", "0x5 1x25", "0x30"),
     "MoerelayDiscoveryFailing": both('moerelay_discovery_failing{source="dns://decode:7000"}', "0x5 1x25", "0 1 0x28"),
-    "MoerelayCertificateEnds": Situation(
-        {f"moerelay_certificate_seconds_left{D}": "2592060-60x30"},
-        {f"moerelay_certificate_seconds_left{D}": "2595600-60x30"},
+    "MoerelayCertificateEnds": both(
+        'moerelay_certificate_seconds_left{certificate="cluster",role="decode",worker="decode-0"}',
+        "2592060-60x30",
+        "2595600-60x30",
     ),
     "MoerelayErrors": Situation(
         {
@@ -120,7 +121,12 @@ FURTHER = {
         {f"moerelay_worker_up{P}": "1x5 0x2 stale", 'moerelay_workers_usable{role="prefill"}': "1x5 0x25"},
         {f"moerelay_worker_up{P}": "1x5 0x2 stale", 'moerelay_workers_usable{role="prefill"}': "1x30"},
     ),
-    "MoerelayCertificateEnds, of a router": both("moerelay_certificate_seconds_left", "-60x30", "2678400x30"),
+    "MoerelayCertificateEnds, of a router": both(
+        'moerelay_certificate_seconds_left{certificate="cluster"}', "-60x30", "2678400x30"
+    ),
+    "MoerelayCertificateEnds, of HTTPS": both(
+        'moerelay_certificate_seconds_left{certificate="https"}', "1209660-60x30", "1213200-60x30"
+    ),
     "MoerelayNoWorkers, never found": both('moerelay_workers_usable{role="decode"}', "0x30", "2x30"),
     "MoerelayNoWorkers, all refused": Situation(
         {f"moerelay_worker_up{D}": "1x30", 'moerelay_workers_usable{role="decode"}': "1x5 0x25"},

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import re
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 from common.config import RouterSettings
 from common.errors import ConfigError
@@ -40,8 +43,8 @@ class Certificates:
         self.certfile, self.keyfile = folder / "server.pem", folder / "server.key"
         self.ca_file.write_text(self._authority.certificate)
 
-    def signed(self) -> Signed:
-        return sign(self._authority, _HOST, server=True, now=datetime.now(UTC), days=5)
+    def signed(self, days: int = 5) -> Signed:
+        return sign(self._authority, _HOST, server=True, now=datetime.now(UTC), days=days)
 
     def write(self) -> Signed:
         """A new pair into the files."""
@@ -193,6 +196,47 @@ def test_files_that_are_replaced_count_for_new_connections(made: Certificates) -
     made.certfile.unlink()
     look()
     assert shown(tls.context, made.ca_file) == ssl.PEM_cert_to_DER_cert(following.certificate)
+
+
+def end_of(certificate: bytes) -> float:
+    """In seconds since the epoch, as the command `openssl` reads it; of DER."""
+    command = ["openssl", "x509", "-inform", "der", "-noout", "-enddate"]
+    said = subprocess.run(command, input=certificate, capture_output=True, check=True).stdout.decode()
+    return ssl.cert_time_to_seconds(said.strip().removeprefix("notAfter="))
+
+
+def test_seconds_left_are_those_of_the_certificate_that_is_shown(made: Certificates) -> None:
+    """Also once another is, with more behind it; and the log says when they become few."""
+    with capture_logs() as logs:
+        tls = load_tls(made.settings)
+        assert tls is not None
+        end = end_of(shown(tls.context, made.ca_file))
+        assert tls.seconds_left() == pytest.approx(end - time.time(), abs=60)
+        [soon] = [log for log in logs if log["event"] == "https_certificate_ends_soon"]
+        assert soon["expires"] == f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d}"
+        following = made.signed(days=300)
+        made.certfile.write_text(following.certificate + made.ca_file.read_text())
+        made.keyfile.write_text(following.private_key)
+        for _ in range(2):
+            for file in tls.files:
+                file.poll()
+    end = end_of(shown(tls.context, made.ca_file))
+    assert tls.seconds_left() == pytest.approx(end - time.time(), abs=60)
+    assert tls.seconds_left() > 299 * 24 * 3600
+    assert [log["event"] for log in logs].count("https_certificate_ends_soon") == 1
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+async def test_the_metrics_tell_when_the_certificate_ends(made: Certificates, tmp_path: Path, processes: str) -> None:
+    end = end_of(ssl.PEM_cert_to_DER_cert(made.certfile.read_text()))
+    async with (
+        https_router(tmp_path, *made.flags, "--router-processes", processes) as (url, _),
+        aiohttp.ClientSession(connector=trusting(made.ca_file)) as http,
+        http.get(f"{url}/metrics", server_hostname=_HOST) as response,
+    ):
+        text = await response.text()
+    [left] = re.findall(r'^moerelay_certificate_seconds_left\{certificate="https"\} (\S+)$', text, re.M)
+    assert float(left) == pytest.approx(end - time.time(), abs=60)
 
 
 def test_one_file_for_both(made: Certificates) -> None:
