@@ -16,9 +16,9 @@ from common.sampling import FinishReason
 from router.counters import CounterFamily, ProcessFamilies
 from router.errors import status_of
 from router.fleet import Fleet
+from router.fleet_gauges import FleetGauges
 from router.latency import LabelledHistograms, LatencyHistogram
 from router.processes.counter_memory import CounterMemory
-from router.worker_state import State
 
 #: What the metrics call the routes that generate.
 Endpoint = Literal["generate", "skyrl", "completions", "chat_completions", "sglang_generate"]
@@ -70,7 +70,6 @@ class RouterMetrics:
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a time of birth beside each counter helps nobody
         self.registry = registry = CollectorRegistry()
-        self._fleet = fleet
         self._now = now
         ProcessFamilies(memory, registry)
         gauge = Gauge("moerelay_router_in_flight", "Live requests of this router.", registry=registry)
@@ -107,27 +106,11 @@ class RouterMetrics:
         self._fallbacks = counter(
             "aggregated_fallbacks", "Prompts sent to a decode worker as a whole, because no prefill worker was healthy."
         )
-        labels = ["worker", "role"]
-        self._up = Gauge("moerelay_worker_up", "1 if the worker is healthy.", labels, registry=registry)
-        self._refused = Gauge("moerelay_worker_refused", "1 if the worker does not fit.", labels, registry=registry)
-        self._usable = Gauge("moerelay_workers_usable", "Workers that take requests.", ["role"], registry=registry)
-        labels = ["role", "source"]
-        self._listed = Gauge("moerelay_discovery_workers", "Addresses that a source lists.", labels, registry=registry)
-        self._failing = Gauge("moerelay_discovery_failing", "1 if its last lookup failed.", labels, registry=registry)
+        self._fleet = FleetGauges(fleet, registry)
 
     def refresh(self) -> None:
         """Takes over what the fleet knows; called before every exposition."""
-        self._up.clear()
-        self._refused.clear()
-        for worker in self._fleet.workers:
-            self._up.labels(worker.id, worker.side).set(worker.state is State.HEALTHY)
-            self._refused.labels(worker.id, worker.side).set(worker.refused is not None)
-        for side, count in self._fleet.num_usable().items():
-            self._usable.labels(side).set(count)
-        for listing in self._fleet.listings:
-            if not listing.is_static:
-                self._listed.labels(listing.side, listing.source).set(len(listing.addresses))
-                self._failing.labels(listing.side, listing.source).set(listing.failure is not None)
+        self._fleet.refresh()
 
     def placed(self, took_s: float) -> None:
         """Workers for a prompt were found and can be reached."""
