@@ -4,7 +4,10 @@ import re
 from contextlib import AsyncExitStack
 from typing import Any
 
+import grpc
+
 from common.pb import types_pb2
+from router.keys import FLEET
 from tests.fakes.fake_workers import FakeWorker, Script, serving
 from tests.unit.router.cluster import Cluster, over
 
@@ -45,3 +48,14 @@ class MortalPrefill(AsyncExitStack):
         prefill = [mortal.address, *self._settings.pop("prefill", [])]
         cluster = await self.enter_async_context(over([], [decode], prefill=prefill, **self._settings))
         return cluster, server
+
+
+async def leave(cluster: Cluster, server: AsyncExitStack) -> None:
+    """Stops the prefill worker of a MortalPrefill; returns when the router's connection to it is gone.
+
+    Until then the router would begin a request there, and the decode worker of these tests needs no handoff to answer.
+    """
+    await server.aclose()
+    channel = cluster.app[FLEET].workers[0].channel
+    while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+        await channel.wait_for_state_change(state)

@@ -13,7 +13,7 @@ from router.keys import FLEET
 from router.worker import Worker
 from tests.fakes.fake_workers import FakeWorker, Script, description, expected_tokens, serving
 from tests.unit.router.cluster import Cluster, over, running
-from tests.unit.router.fallbacks import MortalPrefill, fallbacks, says
+from tests.unit.router.fallbacks import MortalPrefill, fallbacks, leave, says
 from tests.unit.router.test_failures import assert_nothing_left
 
 PREFILL, DECODE, BOTH = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE, types_pb2.ROLE_BOTH
@@ -147,12 +147,12 @@ async def test_a_worker_of_role_both_never_falls_back() -> None:
 async def test_a_prefill_worker_that_just_left_is_done_without() -> None:
     """No heartbeat has missed it yet; the request finds out before it was sent anywhere."""
     async with MortalPrefill(Script(), allow_aggregated_fallback=True) as (cluster, server):
-        await server.aclose()
+        await leave(cluster, server)
         assert await says(cluster) == (False, False, False)
         await cluster.canary()
         assert (await says(cluster), await fallbacks(cluster)) == ((True, True, True), 1)
     async with MortalPrefill(Script()) as (cluster, server):
-        await server.aclose()
+        await leave(cluster, server)
         status, answer = await cluster.post(BODY)
         assert (status, answer["error"]["message"]) == (503, "worker prefill-0 accepts no connection")
 
@@ -162,7 +162,7 @@ async def test_another_prefill_worker_goes_before_the_fallback() -> None:
     async with serving(FakeWorker("prefill-1", PREFILL, script)) as other:
         mortal = MortalPrefill(script, prefill=[other.address], allow_aggregated_fallback=True)
         async with mortal as (cluster, server):
-            await server.aclose()
+            await leave(cluster, server)
             for _ in range(3):
                 await cluster.canary()
             assert (len(other.prefill_requests), await fallbacks(cluster)) == (3, 0)
@@ -186,7 +186,7 @@ def flap(cluster: Cluster) -> None:
 async def test_a_prefill_worker_that_flaps_holds_no_request_for_ever() -> None:
     async with MortalPrefill(Script(), allow_aggregated_fallback=True) as (cluster, server):
         flap(cluster)
-        await server.aclose()
+        await leave(cluster, server)
         async with asyncio.timeout(10):
             await cluster.canary()
         assert (await says(cluster), await fallbacks(cluster)) == ((False, False, False), 1)
@@ -201,7 +201,7 @@ async def test_a_busy_prefill_worker_goes_before_the_fallback_too() -> None:
         mortal = MortalPrefill(script, prefill=[busy.address], allow_aggregated_fallback=True)
         async with mortal as (cluster, server):
             flap(cluster)
-            await server.aclose()
+            await leave(cluster, server)
             async with asyncio.timeout(10):
                 canary = asyncio.ensure_future(cluster.canary())
                 await busy.wait_until(lambda: bool(busy.prefill_requests))

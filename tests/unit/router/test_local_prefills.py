@@ -9,7 +9,7 @@ from common.pb import decode_pb2, prefill_pb2, types_pb2
 from router.keys import METRICS
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens
 from tests.unit.router.cluster import over, running
-from tests.unit.router.fallbacks import MortalPrefill, fallbacks, says
+from tests.unit.router.fallbacks import MortalPrefill, fallbacks, leave, says
 from tests.unit.router.test_failures import assert_nothing_left
 
 PREFILL, DECODE = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE
@@ -59,7 +59,7 @@ async def test_it_needs_no_prefill_worker_any_more() -> None:
         decode = cluster.decode[0]
         request = asyncio.ensure_future(cluster.post(BODY))
         await decode.wait_until(lambda: decode.num_chunks == 1)
-        await server.aclose()
+        await leave(cluster, server)
         for _ in range(2):
             await cluster.until_settled()
         script.release.set()
