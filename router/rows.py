@@ -17,7 +17,7 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self.parts))
+        return len(self.parts[0]) if len(self.parts) == 1 else sum(map(len, self.parts))
 
     @property
     def data(self) -> bytes | memoryview:

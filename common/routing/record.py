@@ -1,6 +1,6 @@
 """The routing record: dtype and shape of expert ids. Shape suffixes: T positions, L layers, K experts per token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -20,11 +20,6 @@ def routing_dtype(num_experts: int) -> np.dtype[np.unsignedinteger] | np.dtype[n
     return np.dtype(np.int32)
 
 
-@cache
-def _little_endian(num_experts: int) -> np.dtype[np.integer]:
-    return routing_dtype(num_experts).newbyteorder("<")
-
-
 @dataclass(frozen=True, slots=True)
 class RoutingLayout:
     """Shape and dtype of a model's routing rows; equal on every worker of a cluster."""
@@ -32,15 +27,16 @@ class RoutingLayout:
     num_layers: int
     top_k: int
     num_experts: int
+    #: As rows travel between processes: little-endian.
+    wire_dtype: np.dtype[np.integer] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Not asked anew for every event of a stream.
+        object.__setattr__(self, "wire_dtype", self.dtype.newbyteorder("<"))
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger] | np.dtype[np.int32]:
         return routing_dtype(self.num_experts)
-
-    @property
-    def wire_dtype(self) -> np.dtype[np.integer]:
-        """As rows travel between processes: little-endian."""
-        return _little_endian(self.num_experts)
 
     @property
     def row_bytes(self) -> int:
