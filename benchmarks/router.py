@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -200,7 +200,8 @@ async def _run(options: argparse.Namespace) -> None:
         print("| | bytes per event | router, µs | raw, µs | router / raw |\n|---|---|---|---|---|")
         results = []
         for shape in SHAPES:
-            results.append(await compare(bench, shape, options.repetitions))
+            longer = replace(shape, num_events=shape.num_events * options.longer)
+            results.append(await compare(bench, longer, options.repetitions))
             print(_row(results[-1]), flush=True)
         report["cost"] = results
         if options.curve:
@@ -212,6 +213,7 @@ async def _run(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5, help="runs of each (default: %(default)s)")
+    parser.add_argument("--longer", type=int, default=1, help="events per stream, times this (default: %(default)s)")
     parser.add_argument("--router-flags", default="", help="more flags for the router")
     parser.add_argument("--curve", action="store_true", help="also events/s against concurrent streams")
     parser.add_argument("--json", type=Path, help="write every number to this file")
