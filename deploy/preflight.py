@@ -8,7 +8,7 @@ from pathlib import Path
 from common.config import UpSettings
 from common.errors import ConfigError
 from common.process import MAX_SOCKET_PATH_BYTES
-from common.security.tls import load_tls
+from common.security.tls import check_pair
 from deploy.doctor.ports import Wanted, check_ports
 from deploy.extras import needs_worker_extra
 from router.access import Access
@@ -21,7 +21,8 @@ def checked(settings: UpSettings) -> UpSettings:
         StartupError: it could not; the message names the flag and the fix.
     """
     Access.of(settings)
-    load_tls(settings)
+    if settings.ssl_certfile is not None:
+        check_pair(settings.ssl_certfile, settings.ssl_keyfile)
     check_listening(settings)
     check_router_sockets(settings.router_processes, Path(tempfile.gettempdir()))
     with needs_worker_extra("up"):

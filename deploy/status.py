@@ -167,7 +167,8 @@ def _row(worker: Json) -> tuple[str, ...]:
 
 def _name(worker: Json) -> str:
     """Its id; where that is made of an address that a name stood for, the name with the address."""
-    scheme, _, source = worker["source"].partition("://")
+    # Routers of before know no sources.
+    scheme, _, source = worker.get("source", "").partition("://")
     if scheme == "dns" and worker["id"].endswith(worker["address"]):
         return f"{source.rpartition(':')[0]} ({worker['address']})"
     return str(worker["id"])

@@ -30,8 +30,18 @@ class Portion(NamedTuple):
     budget: int
     #: Of those tokens, how many are of prompts that overtake others.
     num_overtaking: int
-    #: Some of those that are overtaken take more than one step.
+    #: Short prompts meet some that take more than one step.
     is_contended: bool
+
+
+class _Order(NamedTuple):
+    """The prompts of a step as they are computed: so many short ones first."""
+
+    prompts: list[OpenPrompt]
+    num_short: int
+    #: Tokens of short ones, and of those of them before which another prompt had come.
+    short_tokens: int
+    num_overtaking: int
 
 
 class ShortFirst:
@@ -41,7 +51,7 @@ class ShortFirst:
     of all tokens.
 
     Args:
-        budget: tokens per step; a prompt that has more is long.
+        budget: tokens per step; a prompt of which more are to be computed is long.
         least_chunk: tokens of a step without short prompts, whatever they take; smaller chunks cost too much.
     """
 
@@ -56,16 +66,17 @@ class ShortFirst:
 
     def portion(self, prompts: Sequence[OpenPrompt], decodes: StepWork, budget: int) -> Portion:
         """That of a step beside `decodes` which has `budget` tokens left; `prompts` in order of admission."""
-        ordered, _ = self._ordered(prompts, budget)
-        allowed = self._pace.prompt_budget(decodes, _remainders(ordered), budget)
-        ordered, num_short = self._ordered(prompts, allowed)
-        meets_long = any(len(sequence.token_ids) > self._budget for sequence, _ in ordered[num_short:])
-        overtaking = ordered[:num_short] if num_short < len(ordered) else []
-        num_overtaking = sum(len(sequence.token_ids) - start for sequence, start in overtaking)
-        if meets_long and (num_overtaking or self._alert_tokens):
-            least = num_overtaking or self._least_chunk
-            allowed = max(self._pace.contended_budget(decodes, _remainders(ordered), allowed), min(least, allowed))
-        return Portion(ordered, allowed, num_overtaking, meets_long and num_overtaking > 0)
+        allowed = self._pace.prompt_budget(decodes, _remainders(self._ordered(prompts, budget).prompts), budget)
+        order = self._ordered(prompts, allowed)
+        meets_long = any(self._is_long(sequence) for sequence, _ in order.prompts[order.num_short :])
+        is_contended = meets_long and not all(
+            self._is_long(sequence) for sequence, _ in order.prompts[: order.num_short]
+        )
+        if is_contended or (meets_long and self._alert_tokens):
+            least = order.short_tokens or self._least_chunk
+            contended = self._pace.contended_budget(decodes, _remainders(order.prompts), allowed)
+            allowed = max(contended, min(least, allowed))
+        return Portion(order.prompts, allowed, order.num_overtaking, is_contended)
 
     def took(self, portion: Portion, num_tokens: int) -> None:
         """A step computes that portion, in which there are so many tokens."""
@@ -76,22 +87,28 @@ class ShortFirst:
         else:
             self._alert_tokens = max(0, self._alert_tokens - num_tokens)
 
-    def _ordered(self, prompts: Sequence[OpenPrompt], budget: int) -> tuple[list[OpenPrompt], int]:
-        """Those that come to their end within what may overtake, then the others, as they came; how many are short.
+    def _is_long(self, sequence: SequenceState) -> bool:
+        """Whether it takes more than one step, from its first to its last."""
+        return len(sequence.token_ids) - sequence.num_cached > self._budget
+
+    def _ordered(self, prompts: Sequence[OpenPrompt], budget: int) -> _Order:
+        """Those that come to their end within what may overtake, then the others, as they came.
 
         None of them overtakes a more urgent one, nor one that is computed again, whose stream stands still meanwhile.
         """
-        room = min(_quarter(budget), self._earned // PRICE)
+        room = most = min(_quarter(budget), self._earned // PRICE)
+        num_overtaking = 0
         short: list[OpenPrompt] = []
         others: list[OpenPrompt] = []
         for sequence, start in prompts:
             missing = len(sequence.token_ids) - start
             if missing <= room and all(_may_overtake(sequence, other) for other, _ in others):
                 room -= missing
+                num_overtaking += missing if others else 0
                 short.append((sequence, start))
             else:
                 others.append((sequence, start))
-        return short + others, len(short)
+        return _Order(short + others, len(short), most - room, num_overtaking)
 
 
 def _quarter(num_tokens: int) -> int:

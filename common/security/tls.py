@@ -90,11 +90,11 @@ def _read_pair(_: Path, *, certfile: Path, keyfile: Path | None) -> _Pair:
 def _end_s(pair: _Pair) -> float:
     """When the server's own certificate ends, which is the first one, in seconds since the epoch."""
     # Late: who serves HTTP needs none of it.
-    from cryptography.x509 import load_pem_x509_certificates
+    from cryptography.x509 import InvalidVersion, load_pem_x509_certificates
 
     try:
         return load_pem_x509_certificates(pair[0])[0].not_valid_after_utc.timestamp()
-    except ValueError:
+    except (ValueError, InvalidVersion):
         return math.nan
 
 

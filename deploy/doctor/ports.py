@@ -10,8 +10,8 @@ from common.process import host_port
 from deploy.doctor.check import Check
 from deploy.doctor.listeners import listener
 
-#: Every address of this machine.
-_ALL_ADDRESSES = ("0.0.0.0", "::")
+#: Hosts that stand for every address of this machine, by the family.
+_ALL_ADDRESSES = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,17 @@ class Wanted:
     port: int
     host_flag: str = "--host"
 
+    @property
+    def family(self) -> socket.AddressFamily:
+        """Of its host; the router listens on one family."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
     def excludes(self, other: "Wanted") -> bool:
         """Both want the same port of the same address."""
-        is_same_host = self.host == other.host or self.host in _ALL_ADDRESSES or other.host in _ALL_ADDRESSES
-        return self.port == other.port != 0 and is_same_host
+        if self.family != other.family:
+            return False
+        hosts = {"127.0.0.1" if host == "localhost" else host for host in (self.host, other.host)}
+        return self.port == other.port != 0 and (len(hosts) == 1 or _ALL_ADDRESSES[self.family] in hosts)
 
 
 def check_port(wanted: Wanted) -> None:
@@ -35,9 +42,8 @@ def check_port(wanted: Wanted) -> None:
     Raises:
         ConfigError: the port is taken, or the host is no address of this machine.
     """
-    family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
     try:
-        socket.create_server((wanted.host, wanted.port), family=family).close()
+        socket.create_server((wanted.host, wanted.port), family=wanted.family).close()
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host_port(wanted.host, wanted.port)}: {str(error.strerror).partition(' (')[0]}; "

@@ -8,8 +8,8 @@ import math
 import mmap
 import os
 import struct
-import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -17,13 +17,13 @@ from typing import Self
 #: Of one process, several times what a router counts; a multiple of every machine's pages.
 PART_BYTES = 1 << 16
 
-#: An entry begins with the bytes of its key and the number of its cells. Everything is aligned to a cell.
-_SIZES = struct.Struct("=II")
+#: An entry begins with the bytes of its key, the number of its cells, and the key's CRC-32. All is aligned to a cell.
+_HEAD = struct.Struct("=III4x")
 _CELL_BYTES = 8
 
 
 class _Part:
-    """Of one process: where it ends, then entries. Each is its sizes, its key, and its cells, which are doubles."""
+    """Of one process: where it ends, then entries. Each is its head, its key, and its cells, which are doubles."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -34,12 +34,15 @@ class _Part:
     def find(self, key: str, num_cells: int) -> "memoryview[float] | None":
         """None if the process has not added it yet, or, being of another version, has something else there."""
         while self._read_to < self._end[0]:
-            key_bytes, num = _SIZES.unpack_from(self._memory, self._read_to)
-            begin = self._read_to + _SIZES.size
+            key_bytes, num, checksum = _HEAD.unpack_from(self._memory, self._read_to)
+            begin = self._read_to + _HEAD.size
             cells = begin + key_bytes
+            name = bytes(self._memory[begin:cells])
+            if not name or zlib.crc32(name) != checksum:
+                # Some processors show the new end before what was written ahead of it; it is there at the next look.
+                break
             self._read_to = cells + num * _CELL_BYTES
-            found = bytes(self._memory[begin:cells]).rstrip(b"\0").decode()
-            self._entries[found, num] = self._memory[cells : self._read_to].cast("d")
+            self._entries[name.rstrip(b"\0").decode(), num] = self._memory[cells : self._read_to].cast("d")
         return self._entries.get((key, num_cells))
 
     def add(self, key: str, num_cells: int) -> "memoryview[float]":
@@ -48,7 +51,7 @@ class _Part:
             return known
         name = key.encode()
         name += bytes(-len(name) % _CELL_BYTES)
-        entry = _SIZES.pack(len(name), num_cells) + name + bytes(num_cells * _CELL_BYTES)
+        entry = _HEAD.pack(len(name), num_cells, zlib.crc32(name)) + name + bytes(num_cells * _CELL_BYTES)
         end = self._read_to + len(entry)
         assert end <= len(self._memory), f"no room for {key}"
         self._memory[self._read_to : end] = entry
@@ -103,14 +106,18 @@ class CounterMemory:
 @contextmanager
 def counter_file(count: int) -> Iterator[int]:
     """Descriptor of the memory, for processes to inherit; it is gone with the last one that has it."""
-    if sys.platform == "linux":
-        # Not of a file system: a page that is being written to a disk can hold up whoever counts.
-        fd = os.memfd_create("moerelay-counters")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    fd = _anonymous_file()
     try:
         os.ftruncate(fd, count * PART_BYTES)
         yield fd
     finally:
         os.close(fd)
+
+
+def _anonymous_file() -> int:
+    """Of no file system where there is such a thing: a page that goes to a disk can hold up whoever counts."""
+    try:
+        return os.memfd_create("moerelay-counters")
+    except (AttributeError, OSError):  # another system, a Python built without it, or a kernel that forbids it
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())

@@ -1,5 +1,6 @@
 """Gauges of all processes of a router. Its counters and histograms need nothing: they are counted in one memory."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -30,9 +31,12 @@ COMBINED: Mapping[str, Callable[[Iterable[float]], float]] = {
 
 
 def readings(own: Collector) -> Readings:
-    """What a process tells the one that is asked."""
+    """What a process tells the one that is asked; nothing of what it does not know: JSON has no NaN."""
     gauges = (family for family in own.collect() if family.type == "gauge")
-    return {family.name: [(sample.labels, sample.value) for sample in family.samples] for family in gauges}
+    return {
+        family.name: [(sample.labels, sample.value) for sample in family.samples if math.isfinite(sample.value)]
+        for family in gauges
+    }
 
 
 def of_all(own: Iterable[Metric], others: Iterable[Readings]) -> Iterator[Metric]:

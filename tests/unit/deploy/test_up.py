@@ -20,6 +20,7 @@ from common.errors import CheckpointError, ConfigError, StartupError, WorkerLost
 from common.model.hub import resolve_model
 from common.model.presets import synthetic_config
 from deploy.cli import main as command
+from deploy.doctor.ports import Wanted
 from deploy.plan import ClusterPlan
 from deploy.preflight import check_listening, check_router_sockets, with_local_model
 from deploy.processes import clean_environment
@@ -405,6 +406,21 @@ def test_a_port_cannot_be_the_control_port_too(hosts: tuple[str, str]) -> None:
         check_listening(settings)
     # Each address has ports of its own.
     check_listening(settings.model_copy(update={"host": "127.0.0.1", "admin_host": "127.0.0.2"}))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "excluded"),
+    [
+        (("localhost", "127.0.0.1"), True),
+        (("::", "::1"), True),
+        (("::", "127.0.0.1"), False),
+        (("0.0.0.0", "::"), False),
+        (("::1", "::"), True),
+    ],
+)
+def test_wildcards_stand_for_addresses_of_their_own_family(hosts: tuple[str, str], excluded: bool) -> None:
+    one, other = (Wanted("--port", host, 8000) for host in hosts)
+    assert one.excludes(other) is other.excludes(one) is excluded
 
 
 def with_model(checkpoint: Path, **settings: object) -> UpSettings:

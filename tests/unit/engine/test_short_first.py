@@ -77,6 +77,16 @@ def test_what_overtakes_is_paid_for_by_what_does_not() -> None:
     assert bench.plan() == [("c", 0, 6), ("long", 96, 106)]
 
 
+def test_what_came_first_overtakes_nobody() -> None:
+    """So that it costs nothing of what others have earned: as much may overtake right afterwards."""
+    bench = contended(0.0043)
+    prefill(bench, "first", 16)
+    prefill(bench, "long", 300)
+    assert bench.plan() == [("first", 0, 16), ("long", 0, 16)]
+    prefill(bench, "late", 16)
+    assert bench.plan() == [("late", 0, 16), ("long", 16, 32)]
+
+
 # --- how long a contended step is
 
 
@@ -147,6 +157,15 @@ def test_a_long_prompt_is_cut_only_where_another_one_meets_it() -> None:
     assert bench.plan() == [("short", 0, 10)]
     prefill(bench, "long", 100)
     assert bench.plan() == [("long", 0, 64)]
+
+
+def test_the_last_chunk_of_a_long_prompt_keeps_no_step_short() -> None:
+    bench = contended(0.0043)
+    prefill(bench, "first", 74)
+    prefill(bench, "second", 300)
+    assert bench.plan() == [("first", 0, 64)]
+    assert bench.plan() == [("first", 64, 74), ("second", 0, 54)]
+    assert bench.plan() == [("second", 54, 118)]
 
 
 def test_steps_that_are_kept_short_are_foretold() -> None:

@@ -5,6 +5,7 @@ import signal
 import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -94,12 +95,34 @@ def test_what_another_version_counted_otherwise_is_left_out(processes: Processes
 
 def test_a_process_that_died_in_the_middle_of_an_entry_has_added_nothing(processes: Processes) -> None:
     """All of its bytes are there, but for the word before them, which says where the part ends."""
-    processes.bytes[8 : 8 + 32] = struct.pack("=II16sd", 16, 1, b"other", 3.0)
+    name = b"other".ljust(16, b"\0")
+    processes.bytes[8 : 8 + 40] = struct.pack("=III4x16sd", 16, 1, zlib.crc32(name), name, 3.0)
     cells = processes.all[0].reserve("x", 3)
     assert cells.totals() == [0, 0, 0]
     cells.own[0] = 2
     processes.replace(0)
     assert processes.all[0].reserve("x", 3).totals() == [2, 0, 0]
+
+
+@pytest.mark.parametrize("seen", [0, 8, 16, 24])
+def test_what_arrives_after_the_word_that_announces_it_is_waited_for(processes: Processes, seen: int) -> None:
+    """Processors differ in the order in which they show what another one wrote."""
+    processes.all[0].reserve("a name of sixteen", 1).own[0] = 4
+    mine = processes.all[1].reserve("a name of sixteen", 1)
+    whole = bytes(processes.bytes[8:PART_BYTES])
+    processes.bytes[8 + seen : PART_BYTES] = bytes(PART_BYTES - 8 - seen)
+    assert mine.totals() == [0]
+    processes.bytes[8:PART_BYTES] = whole
+    assert mine.totals() == [4]
+
+
+def test_without_anonymous_memory_a_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a Python that was built without it."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    with counter_file(2) as fd:
+        parts = [CounterMemory.mapped(os.dup(fd), index, 2) for index in range(2)]
+    parts[0].reserve("x", 1).own[0] = 3
+    assert parts[1].reserve("x", 1).totals() == [3]
 
 
 @pytest.mark.parametrize("length", range(1, 18))

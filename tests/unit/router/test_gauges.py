@@ -1,5 +1,6 @@
 """One value for a gauge of several router processes."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,6 +56,13 @@ def test_counters_are_no_readings() -> None:
     registry = registry_with("moerelay_router_in_flight", 2)
     Counter("moerelay_router_requests", "Requests.", registry=registry).inc()
     assert readings(registry) == {"moerelay_router_in_flight": [({}, 2)]}
+
+
+def test_what_a_process_does_not_know_is_no_reading() -> None:
+    """A certificate of which only OpenSSL can tell the end, say; JSON has no NaN."""
+    assert readings(registry_with("moerelay_certificate_seconds_left", math.nan)) == {
+        "moerelay_certificate_seconds_left": []
+    }
 
 
 async def test_it_is_decided_of_every_gauge(tmp_path: Path) -> None:

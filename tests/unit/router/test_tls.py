@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import re
 import ssl
@@ -12,18 +13,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
+from cryptography.x509 import InvalidVersion
 from structlog.testing import capture_logs
 
-from common.config import RouterSettings
-from common.errors import ConfigError
+from common.config import RouterSettings, UpSettings
+from common.errors import ConfigError, StartupError
 from common.pb import types_pb2
 from common.security.tls import load_tls
 from deploy.cli import main
 from deploy.healthcheck import complaint
 from deploy.keys.certificates import Signed, new_authority, sign
+from deploy.preflight import checked
 from deploy.ready import read_ready_file
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
 from tests.unit.router.cluster import GENERATE, split_events, strict_json
@@ -224,6 +228,24 @@ def test_seconds_left_are_those_of_the_certificate_that_is_shown(made: Certifica
     assert tls.seconds_left() == pytest.approx(end - time.time(), abs=60)
     assert tls.seconds_left() > 299 * 24 * 3600
     assert [log["event"] for log in logs].count("https_certificate_ends_soon") == 1
+
+
+def test_who_only_looks_at_the_files_says_nothing_of_their_end(made: Certificates, tmp_path: Path) -> None:
+    """`moerelay up` prints one line, and its router warns."""
+    settings = UpSettings(model=str(tmp_path / "nowhere"), port=0, ssl_certfile=made.certfile, ssl_keyfile=made.keyfile)
+    with capture_logs() as logs, pytest.raises(StartupError, match="nowhere"):
+        checked(settings)
+    assert logs == []
+
+
+@pytest.mark.parametrize("error", [ValueError("no certificate"), InvalidVersion("5 is not valid", 5)])
+def test_a_certificate_that_only_openssl_can_read_serves(
+    made: Certificates, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("cryptography.x509.load_pem_x509_certificates", Mock(side_effect=error))
+    tls = load_tls(made.settings)
+    assert tls is not None
+    assert math.isnan(tls.seconds_left())
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
