@@ -23,6 +23,7 @@ _FLAGS = ["-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-
 _VARIANTS = {
     "x86_64": {
         "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
+        "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
         "portable": ["-march=x86-64-v3"],
     }
 }

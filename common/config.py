@@ -62,7 +62,7 @@ class ModelSettings(LogSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: what the checkpoint declares.")
-    kernels: Literal["auto", "avx512_bf16", "portable", "torch"] = Field(
+    kernels: Literal["auto", "avx512_bf16", "avx512", "portable", "torch"] = Field(
         "auto", description="What computes: auto is the fastest set here; all workers of a cluster need the same."
     )
     max_model_len: int | None = Field(None, gt=1, description="Context in tokens; default: what the checkpoint allows.")

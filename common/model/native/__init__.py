@@ -14,9 +14,10 @@ import torch  # noqa: F401 - loads the OpenMP runtime that the modules share
 
 from common.model.native.interface import NativeModule
 
-#: Best first, with the processor's flags (as Linux spells them) that each needs.
+#: With the processor's flags (as Linux spells them) that each needs. Best first, but see `available`.
 VARIANTS: dict[str, frozenset[str]] = {
     "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16"}),
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}),
     "portable": frozenset({"avx2", "fma", "bmi2", "f16c"}),
 }
 
@@ -38,8 +39,15 @@ def load(variant: str) -> NativeModule:
 
 
 def available() -> list[str]:
-    """Variants that run here, best first."""
-    return [variant for variant in VARIANTS if why_unavailable(variant) is None]
+    """Variants that run here, best first.
+
+    Intel's cores begin a product of pairs (vdpbf16ps) every other cycle, and two products of floats in each, so that
+    widening the pairs is faster there: prompts took 0.7 of the time on a Xeon of family 6, model 207.
+    """
+    found = [variant for variant in VARIANTS if why_unavailable(variant) is None]
+    if "avx512" in found and _processor_field("vendor_id") == "GenuineIntel":
+        found.sort(key=lambda variant: variant != "avx512")
+    return found
 
 
 def why_unavailable(variant: str) -> str | None:
@@ -60,8 +68,15 @@ def _source_digest() -> str | None:
 
 @functools.cache
 def _processor_flags() -> frozenset[str]:
+    return frozenset(_processor_field("flags").split())
+
+
+@functools.cache
+def _processor_field(name: str) -> str:
+    """What Linux says of the first processor; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+        return ""
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in fields if key.strip() == name), "")

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "team.h"
@@ -16,8 +17,8 @@
 
 namespace moerelay {
 
-// Tiles fill the registers with C panels of weights, R × C sums and one row's word: AVX-512 has 32, AVX2 as good as eight.
-// The loops of `tile` are unrolled as often as these say.
+// Tiles fill the registers with C panels of weights, R × C sums and one row's word: AVX-512 has 32 that take a vector, AVX2
+// 16 that take half of one. The loops below are unrolled as often as these say.
 constexpr int kTilePanels = 2;
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12;
@@ -97,31 +98,114 @@ void pack_panel(const T* const* rows, int num_rows, int num_inputs, char* to) {
   }
 }
 
+// Sums of a tile, and the weights of one step, by the registers that they fill.
+template <int R, int C>
+using TileSums = PartFloats[R][C * kParts];
+template <int C>
+using TileStep = PartWords[C * kParts];
+
+// Word `k` of C panels.
+template <int C>
+inline __attribute__((always_inline)) void load_step(const char* w, size_t panel_bytes, size_t k, TileStep<C>& step) {
+#pragma GCC unroll 8
+  for (int i = 0; i < C * kParts; ++i)
+    std::memcpy(&step[i], w + i / kParts * panel_bytes + 64 * k + i % kParts * kPartBytes, kPartBytes);
+}
+
+template <int R, int C, typename Add>
+inline __attribute__((always_inline)) void add_step(const uint32_t (&words)[R], const TileStep<C>& step,
+                                                    TileSums<R, C>& sums, Add&& add) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    const PartWords a = PartWords{} + words[r];
+#pragma GCC unroll 8
+    for (int i = 0; i < C * kParts; ++i) sums[r][i] = add(sums[r][i], a, step[i]);
+  }
+}
+
+// Words that an instruction takes as they are: floats, and pairs where there is one for them.
+template <typename T, int R, int C>
+inline __attribute__((always_inline)) void add_words(const char* const (&x)[R], const char* w, size_t panel_bytes,
+                                                     size_t num_words, TileSums<R, C>& sums) {
+  for (size_t k = 0; k < num_words; ++k) {
+    TileStep<C> step;
+    load_step<C>(w, panel_bytes, k, step);
+    uint32_t words[R];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) std::memcpy(&words[r], x[r] + 4 * k, 4);
+    if constexpr (std::is_same_v<T, float>) {
+      add_step<R, C>(words, step, sums, add_product);
+    } else {
+      add_step<R, C>(words, step, sums, add_pair_product);
+    }
+  }
+}
+
+// Pairs of R rows as floats, so many words at a time that they stay in the nearest cache.
+template <int R>
+struct Widened {
+  static constexpr size_t kNumWords = 128;
+
+  alignas(64) uint32_t upper[R][kNumWords], lower[R][kNumWords];
+
+  // `count` words of each row from word `first` on; zeros up to whole vectors.
+  void fill(const char* const (&x)[R], size_t first, size_t count) {
+    for (int r = 0; r < R; ++r) {
+      const bf16* row = reinterpret_cast<const bf16*>(x[r]);
+      for (size_t k = 0; k < count; k += kLanes) {
+        const Words pairs = load_some(row, int(first + k), int(std::min<size_t>(kLanes, count - k)));
+        const Words above = pairs & 0xffff0000u, below = pairs << 16;
+        std::memcpy(upper[r] + k, &above, 64);
+        std::memcpy(lower[r] + k, &below, 64);
+      }
+    }
+  }
+};
+
+// Pairs without an instruction for them: one product for each half, in the order of that instruction.
+template <int R, int C>
+inline __attribute__((always_inline)) void add_halves(const char* const (&x)[R], const char* w, size_t panel_bytes,
+                                                      size_t num_words, TileSums<R, C>& sums) {
+  Widened<R> rows;
+  for (size_t first = 0; first < num_words; first += rows.kNumWords) {
+    const size_t count = std::min(rows.kNumWords, num_words - first);
+    rows.fill(x, first, count);
+    for (size_t k = 0; k < count; ++k) {
+      TileStep<C> step, half;
+      load_step<C>(w, panel_bytes, first + k, step);
+      uint32_t words[R];
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) words[r] = rows.upper[r][k];
+#pragma GCC unroll 8
+      for (int i = 0; i < C * kParts; ++i) half[i] = step[i] & 0xffff0000u;
+      add_step<R, C>(words, half, sums, add_product);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) words[r] = rows.lower[r][k];
+#pragma GCC unroll 8
+      for (int i = 0; i < C * kParts; ++i) half[i] = step[i] << 16;
+      add_step<R, C>(words, half, sums, add_product);
+    }
+  }
+}
+
 // R rows times C consecutive panels. Rows are given by their addresses, so that they may lie anywhere.
 template <typename T, int R, int C>
 inline __attribute__((always_inline)) void tile(const T* const* rows, const PackedWeight<T>& weight, int panel,
                                                 Floats (&acc)[R][C]) {
-  const char* w = weight.panel(panel);
-  const size_t panel_bytes = weight.panel_bytes(), num_words = weight.num_words();
   const char* x[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) x[r] = reinterpret_cast<const char*>(rows[r]);
+  TileSums<R, C> sums;
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) acc[r][c] = Floats{};
-  for (size_t k = 0; k < num_words; ++k) {
-    Words step[C];
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) step[c] = load_words(w + c * panel_bytes + 64 * k);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      uint32_t word;
-      std::memcpy(&word, x[r] + 4 * k, 4);
-      Words a = splat(word);
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) acc[r][c] = dot<T>(acc[r][c], a, step[c]);
-    }
+#pragma GCC unroll 8
+    for (int i = 0; i < C * kParts; ++i) sums[r][i] = PartFloats{};
+  if constexpr (std::is_same_v<T, float> || kTakesPairs) {
+    add_words<T, R, C>(x, weight.panel(panel), weight.panel_bytes(), weight.num_words(), sums);
+  } else {
+    add_halves<R, C>(x, weight.panel(panel), weight.panel_bytes(), weight.num_words(), sums);
   }
+  std::memcpy(&acc, &sums, sizeof acc);
 }
 
 // All rows from `first` on times C panels, in tiles of R rows and one smaller one.

@@ -1,6 +1,6 @@
 // Vectors of 16 floats, and the two element types that weights and activations have.
 //
-// The same source is compiled once per instruction set (see setup.py). Only `dot` and `fma` name instructions;
+// The same source is compiled once per instruction set (see setup.py). Only `add_product` and `fma` name instructions;
 // everything else is written in the compilers' portable vector extension. Nothing here is allowed to be contracted or
 // reordered (-ffp-contract=off, no fast-math): a row's bits must not depend on which template computed it.
 #pragma once
@@ -25,6 +25,20 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+
+// What one register holds: a vector, or a part of it. The loop of a product, in which all time is spent, says so itself;
+// compilers put vectors that are larger than a register into memory.
+#if defined(__AVX512F__)
+constexpr int kParts = 1;
+#elif defined(__AVX__)
+constexpr int kParts = 2;
+#else
+constexpr int kParts = 4;
+#endif
+constexpr int kPartBytes = 64 / kParts;
+
+typedef float PartFloats __attribute__((vector_size(kPartBytes)));
+typedef uint32_t PartWords __attribute__((vector_size(kPartBytes)));
 
 // The upper half of a float.
 struct bf16 {
@@ -150,25 +164,27 @@ inline float highest(Floats v) {
   return folded(v, [](Floats a, Floats b) { return max(a, b); });
 }
 
-// acc + a · w, word by word.
-template <typename T>
-inline Floats dot(Floats acc, Words a, Words w);
-
-template <>
-inline Floats dot<float>(Floats acc, Words a, Words w) {
-  return fma(as_floats(a), as_floats(w), acc);
-}
-
-template <>
-inline Floats dot<bf16>(Floats acc, Words a, Words w) {
-#if defined(__AVX512BF16__)
-  return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)w);
+// acc + a · w of floats.
+inline PartFloats add_product(PartFloats acc, PartWords a, PartWords w) {
+#if defined(__AVX512F__)
+  return (PartFloats)_mm512_fmadd_ps((__m512)a, (__m512)w, (__m512)acc);
+#elif defined(__FMA__)
+  return (PartFloats)_mm256_fmadd_ps((__m256)a, (__m256)w, (__m256)acc);
 #else
-  // The upper half of a pair first, as the instruction does.
-  acc = fma(as_floats(a & 0xffff0000u), as_floats(w & 0xffff0000u), acc);
-  return fma(as_floats(a << 16), as_floats(w << 16), acc);
+  return (PartFloats)a * (PartFloats)w + acc;
 #endif
 }
+
+// acc + a · w of pairs, where there is an instruction for them; it takes the upper half of a pair first.
+#if defined(__AVX512BF16__)
+constexpr bool kTakesPairs = true;
+inline PartFloats add_pair_product(PartFloats acc, PartWords a, PartWords w) {
+  return (PartFloats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)w);
+}
+#else
+constexpr bool kTakesPairs = false;
+inline PartFloats add_pair_product(PartFloats acc, PartWords, PartWords) { return acc; }
+#endif
 
 // e^x to about one unit in the last place; 0 below the smallest normal result, infinity near the largest. The range is
 // reduced by multiples of ln 2 in two parts (Cody & Waite), the rest is Cephes' polynomial of degree 5.

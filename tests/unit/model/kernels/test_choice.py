@@ -30,6 +30,27 @@ def test_auto_is_the_first_that_is_available() -> None:
     assert choose_kernels("torch", _CPU, _config()).name == "torch"
 
 
+@pytest.mark.parametrize(
+    ("vendor", "names"),
+    [
+        ("AuthenticAMD", ["avx512_bf16", "avx512", "portable"]),
+        ("GenuineIntel", ["avx512", "avx512_bf16", "portable"]),
+    ],
+)
+def test_which_set_is_best_depends_on_who_made_the_processor(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, names: list[str]
+) -> None:
+    monkeypatch.setattr(native, "why_unavailable", lambda _: None)
+    monkeypatch.setattr(native, "_processor_field", {"vendor_id": vendor}.get)
+    assert native.available() == names
+
+
+def test_an_intel_processor_without_512_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "why_unavailable", lambda variant: None if variant == "portable" else "it lacks")
+    monkeypatch.setattr(native, "_processor_field", {"vendor_id": "GenuineIntel"}.get)
+    assert native.available() == ["portable"]
+
+
 @pytest.mark.parametrize("name", native.available())
 def test_a_native_set_by_name(name: str) -> None:
     assert choose_kernels(name, _CPU, _config()).name == name

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.model import native
 from common.model.kernels.interface import Kernels, PackedWeight
 from common.model.kernels.native import NativeKernels
 from tests.unit.model.kernels.bounds import Bounded, Doubles, doubles, draw, gated
@@ -23,6 +24,19 @@ def test_a_product(kernels: Kernels, dtype: torch.dtype, num_inputs: int, num_ro
         actual = kernels.linear(kernels.pack(weight), bias)(x)
         assert actual.dtype == dtype
         Bounded.exact(x).linear(weight, bias).check(actual)
+
+
+@pytest.mark.skipif(
+    not {"avx512", "portable"} <= set(native.available()), reason="this processor has only one set without pairs"
+)
+@pytest.mark.parametrize("num_rows", [1, 13])
+@pytest.mark.parametrize("num_inputs", [2, 30, 256, 258, 4098])
+def test_vectors_of_any_size_give_the_same_bits(dtype: torch.dtype, num_inputs: int, num_rows: int) -> None:
+    """What a register holds, and in which stretches pairs are widened, shows in no sum."""
+    x, weight = draw(num_rows, num_inputs, dtype=dtype), draw(50, num_inputs, dtype=dtype)
+    wide, narrow = (NativeKernels(name) for name in ("avx512", "portable"))
+    products = [kernels.linear(kernels.pack(weight))(x) for kernels in (wide, narrow)]
+    assert torch.equal(*products)
 
 
 def test_rows_may_lie_apart(kernels: Kernels, dtype: torch.dtype) -> None:
