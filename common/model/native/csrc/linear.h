@@ -17,8 +17,8 @@
 
 namespace moerelay {
 
-// Tiles fill the registers with C panels of weights, R × C sums and one row's word: AVX-512 has 32 that take a vector, AVX2
-// 16 that take half of one. The loops below are unrolled as often as these say.
+// R × C sums, C panels of weights and one row's word are to fit the registers: AVX-512 has 32 that take a vector, AVX2 16
+// that take half of one. The loops below are unrolled as often as these say.
 constexpr int kTilePanels = 2;
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12;
@@ -171,19 +171,20 @@ inline __attribute__((always_inline)) void add_halves(const char* const (&x)[R],
     const size_t count = std::min(rows.kNumWords, num_words - first);
     rows.fill(x, first, count);
     for (size_t k = 0; k < count; ++k) {
-      TileStep<C> step, half;
-      load_step<C>(w, panel_bytes, first + k, step);
+      TileStep<C> step;
       uint32_t words[R];
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) words[r] = rows.upper[r][k];
+      load_step<C>(w, panel_bytes, first + k, step);
 #pragma GCC unroll 8
-      for (int i = 0; i < C * kParts; ++i) half[i] = step[i] & 0xffff0000u;
-      add_step<R, C>(words, half, sums, add_product);
+      for (int i = 0; i < C * kParts; ++i) step[i] &= 0xffff0000u;
+      add_step<R, C>(words, step, sums, add_product);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) words[r] = rows.lower[r][k];
+      load_step<C>(w, panel_bytes, first + k, step);
 #pragma GCC unroll 8
-      for (int i = 0; i < C * kParts; ++i) half[i] = step[i] << 16;
-      add_step<R, C>(words, half, sums, add_product);
+      for (int i = 0; i < C * kParts; ++i) step[i] <<= 16;
+      add_step<R, C>(words, step, sums, add_product);
     }
   }
 }
@@ -205,6 +206,7 @@ inline __attribute__((always_inline)) void tile(const T* const* rows, const Pack
   } else {
     add_halves<R, C>(x, weight.panel(panel), weight.panel_bytes(), weight.num_words(), sums);
   }
+  static_assert(sizeof acc == sizeof sums);
   std::memcpy(&acc, &sums, sizeof acc);
 }
 

@@ -1,6 +1,6 @@
 // Vectors of 16 floats, and the two element types that weights and activations have.
 //
-// The same source is compiled once per instruction set (see setup.py). Only `add_product` and `fma` name instructions;
+// The same source is compiled once per instruction set (see setup.py). Only `fma` and the products name instructions;
 // everything else is written in the compilers' portable vector extension. Nothing here is allowed to be contracted or
 // reordered (-ffp-contract=off, no fast-math): a row's bits must not depend on which template computed it.
 #pragma once
@@ -183,7 +183,7 @@ inline PartFloats add_pair_product(PartFloats acc, PartWords a, PartWords w) {
 }
 #else
 constexpr bool kTakesPairs = false;
-inline PartFloats add_pair_product(PartFloats acc, PartWords, PartWords) { return acc; }
+PartFloats add_pair_product(PartFloats acc, PartWords a, PartWords w);  // not to be called
 #endif
 
 // e^x to about one unit in the last place; 0 below the smallest normal result, infinity near the largest. The range is

@@ -35,6 +35,7 @@ def test_auto_is_the_first_that_is_available() -> None:
     [
         ("AuthenticAMD", ["avx512_bf16", "avx512", "portable"]),
         ("GenuineIntel", ["avx512", "avx512_bf16", "portable"]),
+        ("", ["avx512_bf16", "avx512", "portable"]),
     ],
 )
 def test_which_set_is_best_depends_on_who_made_the_processor(
@@ -45,10 +46,11 @@ def test_which_set_is_best_depends_on_who_made_the_processor(
     assert native.available() == names
 
 
-def test_an_intel_processor_without_512_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "why_unavailable", lambda variant: None if variant == "portable" else "it lacks")
+@pytest.mark.parametrize("names", [["portable"], ["avx512", "portable"]])
+def test_intel_processors_that_lack_instructions(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    monkeypatch.setattr(native, "why_unavailable", lambda variant: None if variant in names else "it lacks some")
     monkeypatch.setattr(native, "_processor_field", {"vendor_id": "GenuineIntel"}.get)
-    assert native.available() == ["portable"]
+    assert native.available() == names
 
 
 @pytest.mark.parametrize("name", native.available())
@@ -123,7 +125,7 @@ def test_without_any_module_torch_computes_and_one_line_says_so() -> None:
     assert "['torch', 'torch', 'torch']" in lines
     (warning,) = [line for line in lines if "native_kernels_unavailable" in line]
     assert "it was not built: `make setup` needs a C++" in warning
-    assert all(variant in warning for variant in native.VARIANTS)
+    assert all(f"{variant}: " in warning for variant in native.VARIANTS)
     (refusal,) = [line for line in lines if line.startswith("--kernels avx512_bf16: ")]
     assert refusal.endswith("; use --kernels auto or torch")
 
