@@ -19,6 +19,7 @@ from router.placement.round_robin import RoundRobin
 from router.placement.session_affinity import SessionAffinity
 from router.placement.subject import Candidate, Subject
 from router.placement.two_choices import TwoChoices
+from tests.e2e.cluster import until
 from tests.fakes.fake_workers import Script
 from tests.unit.router.cluster import Cluster, running
 
@@ -255,8 +256,11 @@ async def test_prompts_that_come_at_once_count_before_they_begin() -> None:
     async with running(script, both=True, decode=2, heartbeat_interval_s=60) as cluster:
         body = {"token_ids": list(range(3, 40)), "sampling_params": {"max_tokens": 1}}
         requests = [asyncio.ensure_future(cluster.post(body)) for _ in range(16)]
-        while sum(len(worker.decode_requests) for worker in cluster.decode) < 16:  # noqa: ASYNC110 - two workers tell
-            await asyncio.sleep(0.01)
+
+        async def all_have_come() -> bool:
+            return sum(len(worker.decode_requests) for worker in cluster.decode) == 16
+
+        await until(all_have_come)
         counts = sorted(len(worker.decode_requests) for worker in cluster.decode)
         script.release.set()
         assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 16
