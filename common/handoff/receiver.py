@@ -194,9 +194,12 @@ class HandoffReceiver:
             await asyncio.sleep(0)
 
     async def _expire(self) -> None:
+        interval_s = self._book.timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
         while True:
-            await asyncio.sleep(self._book.timeout_s / EXPIRY_CHECKS_PER_TIMEOUT)
-            await self._report(self._book.expire(time.monotonic()))
+            due = time.monotonic() + interval_s
+            await asyncio.sleep(interval_s)
+            # Not as of now: a process that stood still has yet to read what its peers sent meanwhile.
+            await self._report(self._book.expire(due))
 
     async def _guarded(self, received: Received) -> None:
         """One peer's message must not end the intake for all others, whatever it made us raise."""

@@ -45,8 +45,10 @@ TOKEN_BYTES, ROW_BYTES = 64, 8
 
 #: The deadline of tests in which nothing is meant to expire.
 LONG_S = 20.0
-#: Long enough for a loaded machine to answer in, short enough to wait for.
+#: Of what is meant to expire, when nothing has to happen before.
 SHORT_S = 0.3
+#: Of what is meant to expire after something else: long enough for a loaded machine to do that, short enough to wait.
+MEDIUM_S = 2.0
 
 #: Of two choices.
 FIRST_TOKENS = (

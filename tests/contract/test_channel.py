@@ -12,6 +12,8 @@ from common.handoff.channel import HIGH_WATER_MARK, Connector, Link, Listener, P
 from common.handoff.frames import Frame
 from tests.contract.transports import Transport
 
+pytestmark = pytest.mark.usefixtures("rare_heartbeats")
+
 
 @asynccontextmanager
 async def ends(
@@ -25,6 +27,12 @@ async def ends(
     finally:
         await connector.close()
         await listener.close()
+
+
+#: A queue that takes nothing for so long is full.
+FULL_S = 1.0
+#: What is noticed "at once" is noticed without a timeout of any kind, of which none is as short.
+AT_ONCE_S = 20.0
 
 
 async def received(listener: Listener) -> Received:
@@ -44,9 +52,10 @@ async def fill(link: Link, padding: bytes) -> int:
     for num_sent in itertools.count():
         # A queue in front of a connection that is still being made is full too early.
         sending = asyncio.ensure_future(link.send([b"%d" % num_sent, padding]))
-        done, _ = await asyncio.wait([sending], timeout=0.2)
-        if not done:
-            sending.cancel()
+        await asyncio.wait([sending], timeout=FULL_S)
+        sending.cancel()
+        await asyncio.wait([sending])
+        if sending.cancelled():
             break
     return num_sent
 
@@ -95,7 +104,7 @@ async def test_a_full_queue_blocks_its_own_link_only(transport: Transport) -> No
         padding = bytes(2**18)
         num_sent = await fill(stalled, padding)
         blocked = asyncio.ensure_future(stalled.send([b"%d" % num_sent, padding]))
-        await asyncio.wait_for(free.send([b"free"]), 1)
+        await asyncio.wait_for(free.send([b"free"]), AT_ONCE_S)
         numbers: list[int] = []
         while len(numbers) <= num_sent:
             frames = contents((await received(listener)).frames)
@@ -109,7 +118,7 @@ async def test_connecting_to_nobody_is_noticed_at_once(transport: Transport) -> 
     async with ends(transport) as (_, connector):
         link = connector.connect(transport.unused_endpoint())
         with pytest.raises(WorkerLostError):
-            await asyncio.wait_for(link.receive(), 2)
+            await asyncio.wait_for(link.receive(), AT_ONCE_S)
         assert not link.try_send([b"x"])
 
 
@@ -121,7 +130,7 @@ async def test_a_closed_listener_is_a_lost_link_after_what_it_sent(transport: Tr
         assert contents(await link.receive()) == [b"last words"]
         await listener.close()
         with pytest.raises(WorkerLostError):
-            await asyncio.wait_for(link.receive(), 2)
+            await asyncio.wait_for(link.receive(), AT_ONCE_S)
         with pytest.raises(WorkerLostError):
             await link.send([b"x"])
 
@@ -131,7 +140,7 @@ async def test_a_closed_link_is_a_gone_peer(transport: Transport) -> None:
         leaving, staying = connector.connect(listener.endpoint), connector.connect(listener.endpoint)
         gone, there = await greet(listener, leaving), await greet(listener, staying)
         leaving.close()
-        assert await asyncio.wait_for(listener.receive(), 2) == PeerGone(gone)
+        assert await asyncio.wait_for(listener.receive(), AT_ONCE_S) == PeerGone(gone)
         with pytest.raises(WorkerLostError):
             await listener.send(gone, [b"x"])
         await listener.send(there, [b"still here"])
@@ -169,7 +178,7 @@ async def test_a_listener_that_restarts_takes_new_links_at_the_same_endpoint(tra
         assert again.endpoint.partition("?")[0] == endpoint.partition("?")[0]
         try:
             with pytest.raises(WorkerLostError):
-                await asyncio.wait_for(old.receive(), 2)
+                await asyncio.wait_for(old.receive(), AT_ONCE_S)
             await greet(again, connector.connect(again.endpoint))
         finally:
             await again.close()

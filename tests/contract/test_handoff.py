@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -26,6 +27,8 @@ from common.prompt_logprobs import PromptLogprobs, empty
 from tests.contract.rig import (
     BLOCK_SIZE,
     FIRST_TOKENS,
+    LONG_S,
+    MEDIUM_S,
     NUM_BLOCKS,
     ROUTING,
     ROW_BYTES,
@@ -40,6 +43,8 @@ from tests.contract.rig import (
     slots,
 )
 from tests.contract.transports import Transport
+
+pytestmark = pytest.mark.usefixtures("rare_heartbeats")
 
 
 def random_ends(generator: np.random.Generator, start: int, end: int) -> list[int]:
@@ -356,7 +361,7 @@ async def test_revoking_a_lease_that_nobody_uses_or_that_is_gone_is_harmless(tra
 
 
 async def test_a_lease_that_nobody_uses_expires(transport: Transport) -> None:
-    async with decode_worker(transport, timeout_s=SHORT_S) as decode, asyncio.timeout(10 * SHORT_S):
+    async with decode_worker(transport, timeout_s=SHORT_S) as decode, asyncio.timeout(LONG_S):
         request_id, _ = decode.grant([3], 2)
         assert isinstance(await decode.handler.outcome(request_id), HandoffTimeoutError)
         decode.assert_idle()
@@ -375,7 +380,7 @@ async def test_a_late_transfer_is_refused_and_writes_nothing(transport: Transpor
 
 
 async def test_a_prompt_that_waits_for_its_turn_keeps_its_lease(transport: Transport) -> None:
-    async with decode_worker(transport, timeout_s=SHORT_S) as decode, prefill_worker(transport) as sender:
+    async with decode_worker(transport, timeout_s=MEDIUM_S) as decode, prefill_worker(transport) as sender:
         waiting_id, waiting = decode.grant([3], 4)
         async with sender.transfer(waiting, routing=True) as transfer:
             # A lease that is not renewed marks the time: once it has expired, the other one was past its deadline too.
@@ -386,10 +391,21 @@ async def test_a_prompt_that_waits_for_its_turn_keeps_its_lease(transport: Trans
         assert await decode.handler.outcome(waiting_id) == FIRST_TOKENS
 
 
+async def test_a_decode_worker_that_stood_still_hears_its_peers_before_it_gives_them_up(transport: Transport) -> None:
+    async with decode_worker(transport, timeout_s=1.0) as decode, prefill_worker(transport) as sender:
+        request_id, lease = decode.grant([3], 4)
+        async with sender.transfer(lease, routing=True) as transfer:
+            await transfer.send_range([BlockId(1)], 0, 4)
+            await decode.handler.advance(request_id, 4)
+            time.sleep(1.5)  # noqa: ASYNC251  # the fault itself: nothing on this event loop may run meanwhile
+            await transfer.finish(FIRST_TOKENS, 1)
+        assert await decode.handler.outcome(request_id) == FIRST_TOKENS
+
+
 async def test_a_prefill_worker_that_closes_fails_its_handoffs_at_once(transport: Transport) -> None:
-    async with decode_worker(transport) as decode:
+    async with decode_worker(transport, timeout_s=3 * LONG_S) as decode:
         request_id, lease = decode.grant([3, 4], 8)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(LONG_S):
             async with prefill_worker(transport) as sender:
                 context = sender.transfer(lease, routing=True)
                 transfer = await context.__aenter__()
@@ -403,14 +419,14 @@ async def test_a_prefill_worker_that_closes_fails_its_handoffs_at_once(transport
 
 
 async def test_a_decode_worker_that_goes_away_fails_its_handoffs_at_once(transport: Transport) -> None:
-    async with prefill_worker(transport) as sender:
-        async with decode_worker(transport) as decode:
+    async with prefill_worker(transport, timeout_s=3 * LONG_S) as sender:
+        async with decode_worker(transport, timeout_s=3 * LONG_S) as decode:
             _, lease = decode.grant([3, 4], 8)
             context = sender.transfer(lease, routing=True)
             transfer = await context.__aenter__()
             await transfer.send_range([BlockId(1), BlockId(2)], 0, 4)
         with pytest.raises((WorkerLostError, HandoffError)):
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(LONG_S):
                 await transfer.finish(FIRST_TOKENS, 1)
         await context.__aexit__(None, None, None)
         assert sender.num_active == 0
@@ -496,9 +512,9 @@ async def test_too_small_a_credit_is_refused_in_words(transport: Transport) -> N
 
 
 async def test_nobody_at_the_endpoint_is_a_lost_worker(transport: Transport) -> None:
-    async with decode_worker(transport) as decode, prefill_worker(transport) as sender:
+    async with decode_worker(transport) as decode, prefill_worker(transport, timeout_s=3 * LONG_S) as sender:
         _, lease = decode.grant([3], 4)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(LONG_S):
             with pytest.raises(WorkerLostError):
                 await hand_off(sender, replace(lease, endpoint=transport.unused_endpoint()), [1], [4])
         assert sender.num_active == 0

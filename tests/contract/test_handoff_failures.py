@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.engine.request import RequestId
 from common.errors import (
     HandoffCorruptError,
     HandoffError,
@@ -43,8 +44,10 @@ from common.kv.store import KVLayout, KVStore
 from common.model.native.interface import Memory
 from tests.contract.rig import (
     FIRST_TOKENS,
+    MEDIUM_S,
     ROUTING,
     SHORT_S,
+    Decode,
     ScriptedPrefill,
     decode_worker,
     fill_store,
@@ -57,6 +60,8 @@ from tests.contract.rig import (
     slot_bits,
 )
 from tests.contract.transports import Transport
+
+pytestmark = pytest.mark.usefixtures("rare_heartbeats")
 
 #: One different value for every field that both sides must agree on.
 DIFFERENCES: dict[str, Any] = {
@@ -119,7 +124,7 @@ async def test_a_silent_peer_fails_the_handshake_in_time(transport: Transport) -
         assert (sender.num_active, sender.num_connections) == (0, 0)
 
 
-@pytest.mark.parametrize(("sender_s", "lease_s"), [(SHORT_S, 60.0), (60.0, SHORT_S)])
+@pytest.mark.parametrize(("sender_s", "lease_s"), [(MEDIUM_S, 60.0), (60.0, SHORT_S)])
 async def test_missing_credit_is_a_timeout(transport: Transport, sender_s: float, lease_s: float) -> None:
     async with scripted_decode(transport) as decode, prefill_worker(transport, timeout_s=sender_s) as sender:
         lease = decode.lease(timeout_s=lease_s)
@@ -137,8 +142,8 @@ async def test_missing_credit_is_a_timeout(transport: Transport, sender_s: float
 
 
 async def test_a_missing_acknowledgement_is_a_timeout(transport: Transport) -> None:
-    async with scripted_decode(transport) as decode, prefill_worker(transport, timeout_s=SHORT_S) as sender:
-        sending = asyncio.ensure_future(hand_off(sender, decode.lease(), [1], [4]))
+    async with scripted_decode(transport) as decode, prefill_worker(transport) as sender:
+        sending = asyncio.ensure_future(hand_off(sender, decode.lease(timeout_s=SHORT_S), [1], [4]))
         await decode.greet()
         with pytest.raises(HandoffTimeoutError, match="acknowledge"):
             await sending
@@ -339,19 +344,22 @@ async def test_closing_too_early_is_rejected(transport: Transport, missing: int)
 
 
 async def test_a_sender_that_falls_silent_expires(transport: Transport) -> None:
-    async with decode_worker(transport, timeout_s=SHORT_S) as decode:
+    source = make_store(seed=36)
+    async with (
+        decode_worker(transport, timeout_s=MEDIUM_S) as decode,
+        scripted_prefill(transport, decode.listener.endpoint) as prefill,
+    ):
+        await prefill.greet()
         request_id, lease = decode.grant([3, 4], 8)
-        async with scripted_prefill(transport, lease.endpoint) as prefill:
-            await prefill.greet()
-            await prefill.send(*chunk_of(lease, make_store(seed=36), 0, 4))
-            assert isinstance(await prefill.receive(), Credit)
-            assert isinstance(await decode.handler.outcome(request_id), HandoffTimeoutError)
-            reject = await prefill.receive()
-            assert isinstance(reject, Reject)
-            assert reject.kind is FailureKind.TIMEOUT
-            # What it sends afterwards is ignored.
-            await prefill.send(close_of(lease, num_chunks=1))
-            assert isinstance(await prefill.receive(), Reject)
+        await prefill.send(*chunk_of(lease, source, 0, 4))
+        assert isinstance(await prefill.receive(), Credit)
+        assert isinstance(await decode.handler.outcome(request_id), HandoffTimeoutError)
+        reject = await prefill.receive()
+        assert isinstance(reject, Reject)
+        assert reject.kind is FailureKind.TIMEOUT
+        # What it sends afterwards is ignored.
+        await prefill.send(close_of(lease, num_chunks=1))
+        assert isinstance(await prefill.receive(), Reject)
         decode.assert_idle()
 
 
@@ -442,11 +450,14 @@ class SlowStore(KVStore):
         super().write_kv_bytes(slots, source)
 
 
-async def started_write(store: SlowStore, prefill: ScriptedPrefill, lease: LeaseRef) -> None:
-    """Sends a chunk and returns while it is being written."""
+async def started_write(decode: Decode, prefill: ScriptedPrefill, store: SlowStore) -> tuple[RequestId, LeaseRef]:
+    """Sends a chunk into a new lease, and returns while it is being written."""
+    source = fill_store(SlowStore(), 40)
     await prefill.greet()
-    await prefill.send(*chunk_of(lease, fill_store(SlowStore(), 40), 0, 4))
+    request_id, lease = decode.grant([3, 4], 8)
+    await prefill.send(*chunk_of(lease, source, 0, 4))
     assert await asyncio.to_thread(store.writing.wait, 20)
+    return request_id, lease
 
 
 def wide_chunk_is_written_by_the_thread() -> bool:
@@ -456,45 +467,46 @@ def wide_chunk_is_written_by_the_thread() -> bool:
 async def test_revoking_waits_for_the_write_under_way(transport: Transport) -> None:
     assert wide_chunk_is_written_by_the_thread()
     store = SlowStore()
-    async with decode_worker(transport, store=store) as decode:
-        _, lease = decode.grant([3, 4], 8)
-        async with scripted_prefill(transport, lease.endpoint) as prefill:
-            await started_write(store, prefill, lease)
-            revoking = asyncio.ensure_future(decode.receiver.revoke(lease.transfer_id))
-            done, _ = await asyncio.wait([revoking], timeout=0.05)
-            assert not done
-            assert decode.receiver.num_active == 1
-            assert decode.receiver.check_invariants() == []
-            store.gate.set()
-            await revoking
-            decode.assert_idle()
-            assert not decode.handler.outcomes
-            assert not decode.handler.advanced
-            assert isinstance(await prefill.receive(), Reject)
+    async with (
+        decode_worker(transport, store=store) as decode,
+        scripted_prefill(transport, decode.listener.endpoint) as prefill,
+    ):
+        _, lease = await started_write(decode, prefill, store)
+        revoking = asyncio.ensure_future(decode.receiver.revoke(lease.transfer_id))
+        done, _ = await asyncio.wait([revoking], timeout=0.05)
+        assert not done
+        assert decode.receiver.num_active == 1
+        assert decode.receiver.check_invariants() == []
+        store.gate.set()
+        await revoking
+        decode.assert_idle()
+        assert not decode.handler.outcomes
+        assert not decode.handler.advanced
+        assert isinstance(await prefill.receive(), Reject)
 
 
 async def test_a_lease_that_expires_during_a_write_is_reported_after_it(transport: Transport) -> None:
     store = SlowStore()
-    async with decode_worker(transport, store=store, timeout_s=SHORT_S) as decode:
-        request_id, lease = decode.grant([3, 4], 8)
-        async with scripted_prefill(transport, lease.endpoint) as prefill:
-            await started_write(store, prefill, lease)
-            other_id, _ = decode.grant([5], 4)
-            assert isinstance(await decode.handler.outcome(other_id), HandoffTimeoutError)
-            assert request_id not in decode.handler.outcomes
-            assert decode.receiver.num_active == 1
-            store.gate.set()
-            assert isinstance(await decode.handler.outcome(request_id), HandoffTimeoutError)
-            decode.assert_idle()
+    async with (
+        decode_worker(transport, store=store, timeout_s=MEDIUM_S) as decode,
+        scripted_prefill(transport, decode.listener.endpoint) as prefill,
+    ):
+        request_id, _ = await started_write(decode, prefill, store)
+        other_id, _ = decode.grant([5], 4)
+        assert isinstance(await decode.handler.outcome(other_id), HandoffTimeoutError)
+        assert request_id not in decode.handler.outcomes
+        assert decode.receiver.num_active == 1
+        store.gate.set()
+        assert isinstance(await decode.handler.outcome(request_id), HandoffTimeoutError)
+        decode.assert_idle()
 
 
 async def test_closing_the_receiver_waits_for_the_write_under_way(transport: Transport) -> None:
     store = SlowStore()
     context = decode_worker(transport, store=store)
     decode = await context.__aenter__()
-    request_id, lease = decode.grant([3, 4], 8)
-    async with scripted_prefill(transport, lease.endpoint) as prefill:
-        await started_write(store, prefill, lease)
+    async with scripted_prefill(transport, decode.listener.endpoint) as prefill:
+        request_id, _ = await started_write(decode, prefill, store)
         closing = asyncio.ensure_future(context.__aexit__(None, None, None))
         done, _ = await asyncio.wait([closing], timeout=0.05)
         assert not done

@@ -14,6 +14,7 @@ import pytest
 from common.errors import WorkerLostError
 from common.handoff.channel import PeerGone, Received
 from common.handoff.zmq_channel import ZmqConnector, ZmqListener
+from tests.contract.test_channel import AT_ONCE_S
 
 LISTENER = """
 import asyncio, sys
@@ -46,7 +47,7 @@ asyncio.run(main())
 async def process(script: str, endpoint: str) -> AsyncIterator[asyncio.subprocess.Process]:
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", script, endpoint, stdout=asyncio.subprocess.PIPE)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             yield child
     finally:
         if child.returncode is None:
@@ -54,6 +55,7 @@ async def process(script: str, endpoint: str) -> AsyncIterator[asyncio.subproces
         await child.communicate()
 
 
+@pytest.mark.usefixtures("rare_heartbeats")
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 async def test_a_killed_decode_worker_is_noticed_at_once(scheme: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -65,9 +67,10 @@ async def test_a_killed_decode_worker_is_noticed_at_once(scheme: str) -> None:
             assert await link.receive() == [b"hello"]
             child.kill()
             with pytest.raises(WorkerLostError):
-                await asyncio.wait_for(link.receive(), 2)
+                await asyncio.wait_for(link.receive(), AT_ONCE_S)
 
 
+@pytest.mark.usefixtures("rare_heartbeats")
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 async def test_a_killed_prefill_worker_is_noticed_at_once(scheme: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -76,7 +79,7 @@ async def test_a_killed_prefill_worker_is_noticed_at_once(scheme: str) -> None:
             event = await listener.receive()
             assert isinstance(event, Received)
             child.kill()
-            assert await asyncio.wait_for(listener.receive(), 2) == PeerGone(event.peer)
+            assert await asyncio.wait_for(listener.receive(), AT_ONCE_S) == PeerGone(event.peer)
 
 
 async def test_a_decode_worker_that_stands_still_is_noticed_by_its_heartbeat() -> None:
@@ -87,7 +90,7 @@ async def test_a_decode_worker_that_stands_still_is_noticed_by_its_heartbeat() -
         assert await link.receive() == [b"hello"]
         child.send_signal(signal.SIGSTOP)
         with pytest.raises(WorkerLostError):
-            await asyncio.wait_for(link.receive(), 10)
+            await asyncio.wait_for(link.receive(), 60)
 
 
 #: Imports once and becomes a link again and again: tells the pid of each, a line for a line.
@@ -108,6 +111,7 @@ for _ in sys.stdin:
 """
 
 
+@pytest.mark.usefixtures("rare_heartbeats")
 async def test_peers_that_die_and_come_back_leave_no_sockets_behind() -> None:
     """sglang#31144, #31306, #29570: a prefill worker that is killed and restarts twenty times costs decode nothing."""
 
@@ -119,12 +123,12 @@ async def test_peers_that_die_and_come_back_leave_no_sockets_behind() -> None:
         before = num_sockets()
         for _ in range(20):
             pid = await start()
-            event = await asyncio.wait_for(listener.receive(), 20)
+            event = await asyncio.wait_for(listener.receive(), AT_ONCE_S)
             assert isinstance(event, Received)
             assert num_sockets() > before
             os.kill(pid, signal.SIGKILL)
-            assert await asyncio.wait_for(listener.receive(), 20) == PeerGone(event.peer)
-        async with asyncio.timeout(20):
+            assert await asyncio.wait_for(listener.receive(), AT_ONCE_S) == PeerGone(event.peer)
+        async with asyncio.timeout(AT_ONCE_S):
             while num_sockets() > before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)  # a poll: the kernel offers nothing to wait on
 

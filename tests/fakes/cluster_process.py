@@ -45,7 +45,9 @@ def misbehave_at_start(name: str, fault: str) -> None:
 
 def report_ready(path: Path | None, address: str, control_address: str | None) -> None:
     assert path is not None
-    path.write_text(json.dumps({"address": address, "control_address": control_address, "pid": os.getpid()}))
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"address": address, "control_address": control_address, "pid": os.getpid()}))
+    partial.replace(path)
 
 
 class ReadyHandler(BaseHTTPRequestHandler):
@@ -82,14 +84,15 @@ def main(role: str, argv: list[str]) -> None:
     settings = read_settings(role, argv)
     name = "router" if isinstance(settings, RouterSettings) else settings.worker_id
     fault = json.loads(os.environ.get("FAKE_FAULTS", "{}")).get(name, "")
+    # Before anybody hears of this process, and may signal it.
+    stop = signal.SIGTERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, {stop})
     journal = Journal(name)
     journal.add(f"started {os.getpid()}")
     journal.add(settings.model_dump_json())
     print(f"{name} prints on stdout")
     print(f"{name} logs", file=sys.stderr)
 
-    stop = signal.SIGTERM
-    signal.pthread_sigmask(signal.SIG_BLOCK, {stop})
     misbehave_at_start(name, fault)
     is_router = isinstance(settings, RouterSettings)
     address = serve_http(settings.host, settings.port) if is_router else f"127.0.0.1:{9000 + len(name)}"

@@ -130,11 +130,11 @@ async def test_a_prompt_under_way_comes_to_its_first_token_and_is_frozen_then(
     """Its KV never comes from two sets of weights; and it stays frozen for longer than a handoff may stand still."""
     kit, prompt = held(checkpoint_kit(make_checkpoint())), prompt_of(100)
     fields: JsonObject = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
-    async with running_relay(*plans(kit, "disaggregated", timeout_s=0.3), **admin) as relay:
+    async with running_relay(*plans(kit, "disaggregated", timeout_s=1.0), **admin) as relay:
         request = asyncio.create_task(relay.client.generate(prompt, **fields))
         await hold(relay.prefiller, 3)
         await in_mid_step(relay, relay.prefiller, asyncio.create_task(done(relay, "/pause?mode=keep")))
-        await asyncio.sleep(1.0)  # not to wait for anything: this is how long the operator keeps it paused
+        await asyncio.sleep(2.0)  # not to wait for anything: this is how long the operator keeps it paused
         assert not request.done()
         assert runner_of(relay.prefiller).num_steps == 7
         assert relay.decode.core.engine.stats.generated_tokens < 3

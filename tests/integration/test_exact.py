@@ -175,7 +175,7 @@ async def test_decode_never_recomputes_a_prompt(make_checkpoint: MakeCheckpoint)
 async def test_a_first_token_that_ends_the_request_frees_both_sides(
     make_checkpoint: MakeCheckpoint, mode: str, stream: bool
 ) -> None:
-    """sgl-project/sglang#12151: EOS or a stop id sampled by P: one token, p rows, no decode step, blocks free in 1 s.
+    """sgl-project/sglang#12151: EOS or a stop id sampled by P: one token, p rows, no decode step, blocks free.
 
     Stop strings are not supported here: they are a 400.
     """
@@ -188,7 +188,7 @@ async def test_a_first_token_that_ends_the_request_frees_both_sides(
         for fields in ends:
             answer = await relay.client.generate(prompt_of(21), max_tokens=20, stream=stream, **fields)
             assert (len(answer.token_ids), answer.finish_reason, len(answer.rows)) == (1, "stop", 21)
-            await relay.assert_baseline(within_s=1.0)
+            await relay.assert_baseline()
         assert relay.decode.core.engine.stats.decode_steps == 0
         refused = await relay.client.generate(prompt_of(21), max_tokens=20, stream=stream, stop=["x"])
         assert refused.status == 400
