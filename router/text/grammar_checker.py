@@ -18,8 +18,11 @@ Param = Literal["structured_outputs", "response_format"]
 #: `{"grammar"}`, or `{"message", "param"}` of a refusal.
 Reply = dict[str, str | None]
 
-#: Wall time of one check, start of the child included: several times what it may compute, because cores may be busy.
+#: Wall time of one check: several times what it may compute, because cores may be busy.
 CHECK_TIMEOUT_S = 5.0
+
+#: Of the child, which takes half a second where cores are free. However late it is, that is no fault of the grammar.
+START_TIMEOUT_S = 60.0
 
 #: Rollouts send one grammar again and again, a good one as well as a bad one.
 NUM_REMEMBERED = 256
@@ -84,8 +87,9 @@ class GrammarChecker:
         """The child's answer. A child that is not done with a question is of no use any more, also if cancelled."""
         answered = False
         try:
+            child = await self._living_child()
             async with asyncio.timeout(self._timeout_s):
-                reply = await self._exchange(line)
+                reply = await self._exchange(child, line)
             answered = reply is not None
         except TimeoutError:
             reply = None
@@ -97,9 +101,8 @@ class GrammarChecker:
             return {"message": f"{param}: takes too much time or memory to compile; make it simpler", "param": param}
         return reply
 
-    async def _exchange(self, line: str) -> Reply | None:
+    async def _exchange(self, child: asyncio.subprocess.Process, line: str) -> Reply | None:
         """None if the child died of the question."""
-        child = await self._living_child()
         assert child.stdin is not None, "the child has pipes"
         assert child.stdout is not None, "the child has pipes"
         try:
@@ -114,6 +117,7 @@ class GrammarChecker:
         return reply
 
     async def _living_child(self) -> asyncio.subprocess.Process:
+        """One that has said that it is ready."""
         if self._child is None or self._child.returncode is not None:
             try:
                 self._child = await asyncio.create_subprocess_exec(
@@ -128,7 +132,18 @@ class GrammarChecker:
                 )
             except OSError as error:
                 raise UnavailableError(f"no process for structured outputs can be started: {error}") from error
+            await self._until_ready(self._child)
         return self._child
+
+    async def _until_ready(self, child: asyncio.subprocess.Process) -> None:
+        assert child.stdout is not None, "the child has pipes"
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                is_ready = bool(await child.stdout.readline())
+        except TimeoutError:
+            is_ready = False
+        if not is_ready:
+            raise UnavailableError("the process for structured outputs has not started; try again")
 
     async def _end_child(self) -> None:
         child, self._child = self._child, None

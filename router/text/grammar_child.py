@@ -1,7 +1,8 @@
 """`python -m router.text.grammar_child`: checks grammars for the router, in a process that may be killed.
 
 Compiling a grammar that a client chose may take any time and memory, in code that neither Python nor a limit of
-llguidance can interrupt. One JSON object per line comes in, one goes out; see `router.text.grammar_checker`.
+llguidance can interrupt. It says in a line that it is ready; then one JSON object per line comes in, and one goes out;
+see `router.text.grammar_checker`.
 """
 
 import ctypes
@@ -50,6 +51,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     for line in sys.stdin:
         limit = int(time.process_time()) + KILL_AFTER_CPU_S
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
