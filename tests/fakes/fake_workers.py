@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc
 import numpy as np
@@ -119,6 +120,10 @@ class Script:
         self.prefill_go.set()
 
 
+#: Decode workers by the endpoint in their leases.
+_RECEIVERS: WeakValueDictionary[str, "FakeWorker"] = WeakValueDictionary()
+
+
 class FakeWorker(  # type: ignore[misc]  # coroutines that write to their context
     FakeFeeds, FakeControl, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer
 ):
@@ -140,6 +145,10 @@ class FakeWorker(  # type: ignore[misc]  # coroutines that write to their contex
         #: (request id, choice) of every single choice that was ended.
         self.dropped: list[tuple[str, int]] = []
         self.num_chunks = 0
+        self._endpoint = f"inproc://{id(self)}"
+        _RECEIVERS[self._endpoint] = self
+        #: By the id of a request that has a lease: set once a prefill worker was asked to fill it.
+        self._filling: dict[str, asyncio.Event] = {}
         #: Ids whose call was cancelled from outside.
         self.cancelled: list[str] = []
         #: While clear, heartbeats get no answer.
@@ -198,7 +207,7 @@ class FakeWorker(  # type: ignore[misc]  # coroutines that write to their contex
         async with self._serving(request.request_id) as aborted:
             if request.prefill_site == decode_pb2.PREFILL_SITE_REMOTE:
                 await self.script.lease_go.wait()
-                await context.write(self._admitted(request))
+                await self._admit(request, context, aborted)
             for num_sent, chunk in enumerate(_chunks(request, self.script)):
                 await self._hold(num_sent, aborted)
                 await either(self.thawed, aborted)
@@ -222,14 +231,28 @@ class FakeWorker(  # type: ignore[misc]  # coroutines that write to their contex
                 self._tell()
                 await context.write(decode_pb2.GenerateEvent(chunk=chunk.message))
 
-    def _admitted(self, request: decode_pb2.GenerateRequest) -> decode_pb2.GenerateEvent:
+    async def _admit(
+        self, request: decode_pb2.GenerateRequest, context: Context | FollowingContext, aborted: asyncio.Event
+    ) -> None:
+        """With a lease, until a prefill worker has heard of it: there is no token before."""
         num_cached = cached_tokens(request.token_ids)
         if len(request.token_ids) - num_cached <= self.script.local_prefill_max_tokens:
-            return decode_pb2.GenerateEvent(local_prefill=decode_pb2.LocalPrefill(num_cached_tokens=num_cached))
-        return decode_pb2.GenerateEvent(lease=prefill_pb2.Lease(transfer_id=1, endpoint="inproc://fake"))
+            local = decode_pb2.LocalPrefill(num_cached_tokens=num_cached)
+            await context.write(decode_pb2.GenerateEvent(local_prefill=local))
+            return
+        filling = self._filling[request.request_id] = asyncio.Event()
+        try:
+            lease = prefill_pb2.Lease(transfer_id=1, endpoint=self._endpoint)
+            await context.write(decode_pb2.GenerateEvent(lease=lease))
+            await either(filling, aborted)
+        finally:
+            del self._filling[request.request_id]
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillReply:
         self.prefill_requests.append(request)
+        receiver = _RECEIVERS.get(request.lease.endpoint)
+        if receiver and (filling := receiver._filling.get(request.request_id)):
+            filling.set()
         async with self._serving(request.request_id):
             await self.script.prefill_go.wait()
             if self.script.prefill_error:
@@ -252,7 +275,7 @@ class FakeWorker(  # type: ignore[misc]  # coroutines that write to their contex
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Returns once `condition` holds; it is looked at whenever a call starts, advances or ends."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():
                 await self._changed.wait()
 
