@@ -24,6 +24,7 @@ from deploy.doctor.keys import inspect
 from deploy.doctor.listeners import Listener, listener
 from deploy.doctor.machine import Kernels, check_kernels, check_machine, check_torch
 from deploy.host import Host, this_host
+from tests.ports import reserved_port
 
 _CPUINFO = """processor\t: 0
 model name\t: Example 9000 @ 2.00GHz
@@ -113,9 +114,8 @@ def test_a_port_that_is_taken_and_by_whom(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_port_that_two_want(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    code, lines = said(["--worker-port", port, "--worker-port", "0", "--handoff-port", port], capsys)
+    with reserved_port() as port:
+        code, lines = said(["--worker-port", str(port), "--worker-port", "0", "--handoff-port", str(port)], capsys)
     assert code == 1
     assert lines == [
         f"ok port --worker-port: 127.0.0.1:{port} is free",

@@ -13,6 +13,7 @@ from deploy.arguments import first_key
 from deploy.client import ClusterClient
 from deploy.generate import generate
 from tests.fakes.arithmetic_model import ArithmeticRouter, reply_to
+from tests.ports import reserved_address
 
 
 async def output_of(router: ArithmeticRouter, prompt: str | list[int], **sampling: Any) -> list[str]:
@@ -90,9 +91,8 @@ async def test_text_without_a_tokenizer_says_what_to_do() -> None:
 
 
 async def test_a_server_that_is_not_there_is_one_sentence() -> None:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    server.close()
-    await server.wait_closed()
-    with pytest.raises(UnavailableError, match=f"nothing answers at http://127.0.0.1:{port}"):
-        await generate(ClusterClient(f"http://127.0.0.1:{port}"), [1], {}, None, Console(file=io.StringIO()))
+    with (
+        reserved_address() as address,
+        pytest.raises(UnavailableError, match=f"nothing answers at http://{address}"),
+    ):
+        await generate(ClusterClient(f"http://{address}"), [1], {}, None, Console(file=io.StringIO()))

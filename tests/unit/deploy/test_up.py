@@ -26,6 +26,8 @@ from deploy.preflight import check_listening, check_router_sockets, with_local_m
 from deploy.processes import clean_environment
 from deploy.ready import wait_until_ready
 from deploy.up import core_table, main, take_cores
+from tests.ipv6 import needs_ipv6
+from tests.ports import reserved_port
 from tests.unit.deploy.conftest import FAKES, REPOSITORY, StartCluster, is_alive
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0")
@@ -43,15 +45,7 @@ async def test_ready_line_is_the_only_output_and_a_stop_drains_router_before_wor
     assert sorted(cluster.events("stopping")) == sorted(["router", *WORKERS])
 
 
-def has_ipv6() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@needs_ipv6
 async def test_ready_line_of_an_ipv6_host_is_a_url(start_cluster: StartCluster) -> None:
     async with start_cluster(host="::1") as cluster:
         await cluster.ready()
@@ -230,7 +224,7 @@ async def test_a_fallback_does_without_prefill_workers_only(
 async def told_on_stderr(capsys: pytest.CaptureFixture[str], text: str) -> str:
     """What was written until `text` came."""
     told = ""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while text not in told:
             told += capsys.readouterr().err
             await asyncio.sleep(0.01)  # a poll: a stream offers nothing to wait on
@@ -311,6 +305,8 @@ LAUNCHER = """
 import asyncio, sys
 from deploy import up
 from deploy.plan import ClusterPlan
+from tests.ipv6 import needs_ipv6
+from tests.ports import reserved_port
 from tests.unit.deploy.conftest import FAKES
 up.ClusterPlan = lambda settings, directory, text_logs: ClusterPlan(settings, directory, FAKES, text_logs)
 from common.config import UpSettings
@@ -334,7 +330,7 @@ def test_signals_drain_and_stderr_of_children_passes_through(
     with launcher:
         ready = launcher.stdout.readline()
         launcher.send_signal(number)
-        rest, stderr = launcher.communicate(timeout=20)
+        rest, stderr = launcher.communicate(timeout=60)
     assert ready.startswith("moerelay ready http://")
     assert (launcher.returncode, rest) == (0, "")
     for name in ("prefill-0", "decode-0", "router"):
@@ -349,7 +345,7 @@ def test_killed_launcher_leaves_no_process(launcher: subprocess.Popen[str], tmp_
         launcher.stdout.readline()
         launcher.kill()
         # Every child holds the write ends of both pipes, so end of file means that all of them are gone.
-        launcher.communicate(timeout=20)
+        launcher.communicate(timeout=60)
     started = [line.split() for line in (tmp_path / "journal").read_text().splitlines() if " started " in line]
     assert sorted(name for name, _, _ in started) == ["decode-0", "prefill-0", "router"]
 
@@ -383,11 +379,13 @@ def test_the_parent_of_router_processes_imports_no_server(tmp_path: Path, router
 
 
 def test_a_port_that_cannot_be_is_refused_before_anything_starts() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} is taken by .*choose another --port \(0: a free"):
+    with reserved_port() as port:
+        check_listening(UpSettings(model="m", port=port))
+        taken = pytest.raises(
+            ConfigError, match=rf"127\.0\.0\.1:{port} is taken by .*choose another --port \(0: a free"
+        )
+        with socket.create_server(("127.0.0.1", port)), taken:
             check_listening(UpSettings(model="m", port=port))
-    check_listening(UpSettings(model="m", port=port))
     check_listening(UpSettings(model="m", port=0, admin_port=0))
     # 203.0.113.0/24 is for documentation (RFC 5737).
     for host, flag in (("host", "--host"), ("admin_host", "--admin-host")):
@@ -398,14 +396,14 @@ def test_a_port_that_cannot_be_is_refused_before_anything_starts() -> None:
 
 @pytest.mark.parametrize("hosts", [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "0.0.0.0")])
 def test_a_port_cannot_be_the_control_port_too(hosts: tuple[str, str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     host, admin_host = hosts
-    settings = UpSettings(model="m", host=host, port=port, admin_host=admin_host, admin_port=port)
-    with pytest.raises(ConfigError, match=rf"{admin_host}:{port} is wanted by --port and by --admin-port; change one"):
-        check_listening(settings)
-    # Each address has ports of its own.
-    check_listening(settings.model_copy(update={"host": "127.0.0.1", "admin_host": "127.0.0.2"}))
+    with reserved_port() as port:
+        settings = UpSettings(model="m", host=host, port=port, admin_host=admin_host, admin_port=port)
+        message = rf"{admin_host}:{port} is wanted by --port and by --admin-port; change one"
+        with pytest.raises(ConfigError, match=message):
+            check_listening(settings)
+        # Each address has ports of its own.
+        check_listening(settings.model_copy(update={"host": "127.0.0.1", "admin_host": "127.0.0.2"}))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from common.errors import StartupError
 from router.app import create_app
 from router.listener import listening_on
 from router.processes.sockets import Address, bind, bind_addresses
+from tests.ports import reserved_port
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes cannot share a port there")
 
@@ -27,11 +28,11 @@ def test_a_port_that_is_bound_is_taken_before_anybody_listens() -> None:
 
 
 def test_a_port_is_free_again_once_it_is_closed() -> None:
-    with closing(bind("127.0.0.1", 0, 2)) as first:
-        port = first.port
-    assert port
-    with closing(bind("127.0.0.1", port, 1)) as second:
-        assert second.port == port
+    with reserved_port() as port:
+        with closing(bind("127.0.0.1", port, 2)) as first:
+            assert first.port == port
+        with closing(bind("127.0.0.1", port, 1)) as second:
+            assert second.port == port
 
 
 @pytest.mark.parametrize("addresses", [[FOREIGN, LOCAL], [LOCAL, FOREIGN]])

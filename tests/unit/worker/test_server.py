@@ -12,6 +12,7 @@ from common.errors import InternalError
 from common.worker.lifecycle import Lifecycle
 from common.worker.server import WorkerServer
 from tests.e2e.cluster import until
+from tests.ipv6 import needs_ipv6
 
 
 async def test_a_dead_engine_ends_the_worker() -> None:
@@ -26,11 +27,11 @@ async def test_a_dead_engine_ends_the_worker() -> None:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         for service in ("", "moerelay.v1.Worker"):
             request = health_pb2.HealthCheckRequest(service=service)
-            reply = await stub.Check(request, wait_for_ready=True, timeout=5)
+            reply = await stub.Check(request, wait_for_ready=True, timeout=60)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         died.set()
         with pytest.raises(InternalError, match="engine thread"):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 60)
 
 
 async def test_health_follows_the_engine() -> None:
@@ -47,7 +48,7 @@ async def test_health_follows_the_engine() -> None:
 
         async def serves() -> bool:
             request = health_pb2.HealthCheckRequest(service="moerelay.v1.Worker")
-            reply = await stub.Check(request, wait_for_ready=True, timeout=5)
+            reply = await stub.Check(request, wait_for_ready=True, timeout=60)
             return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
         async def suffers() -> bool:
@@ -55,14 +56,15 @@ async def test_health_follows_the_engine() -> None:
 
         assert await serves()
         complaints.append("the engine has been busy with one step for 9 s")
-        await until(suffers, 5)
+        await until(suffers, 60)
         complaints.clear()
-        await until(serves, 5)
+        await until(serves, 60)
         died.set()
         with pytest.raises(InternalError, match="engine thread"):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 60)
 
 
+@needs_ipv6
 async def test_the_address_of_an_ipv6_host_has_brackets() -> None:
     server = WorkerServer(WorkerSettings(model="m", host="::1"), Lifecycle())
     assert server.address.startswith("[::1]:")
