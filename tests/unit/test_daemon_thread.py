@@ -34,4 +34,4 @@ def test_nobody_waits_for_a_call_that_hangs() -> None:
     asyncio.run(give_up())
     assert not over.is_set()
     go.set()
-    assert over.wait(10)
+    assert over.wait(60)

@@ -35,7 +35,7 @@ async def _complaint(words: str) -> InvalidRequestError:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = worker_pb2_grpc.WorkerStub(channel)
             with pytest.raises(InvalidRequestError) as caught, grpc_errors():
-                await stub.StageWeights(worker_pb2.StageWeightsRequest(path="/m"), timeout=5)
+                await stub.StageWeights(worker_pb2.StageWeightsRequest(path="/m"), timeout=60)
             return caught.value
     finally:
         await server.stop(None)

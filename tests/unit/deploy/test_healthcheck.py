@@ -21,7 +21,11 @@ def ready_file(tmp_path: Path, address: str) -> Path:
 
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
-async def test_a_router_serves_if_it_is_ready(tmp_path: Path, status: int, healthy: bool) -> None:
+async def test_a_router_serves_if_it_is_ready(
+    tmp_path: Path, status: int, healthy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.healthcheck.TIMEOUT_S", 60.0)
+
     async def ready(_: web.Request) -> web.Response:
         return web.json_response({"error": "no healthy pair"}, status=status)
 
@@ -48,7 +52,7 @@ async def test_a_worker_serves_if_its_engine_does(tmp_path: Path) -> None:
     path = ready_file(tmp_path, server.address)
 
     async def until_said(word: str | None) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 said = await asyncio.to_thread(complaint, "grpc", path)
                 if said is None if word is None else (said is not None and word in said):

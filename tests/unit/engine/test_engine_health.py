@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 from common.worker.engine_health import EngineHealth
 from tests.unit.engine.consumer import PROMPT, TIMEOUT_S, Consumer
@@ -25,7 +26,7 @@ def test_a_step_that_does_not_end_is_a_reason_to_complain_until_it_does(consumer
     health = EngineHealth(consumer.engine, step_timeout_s=8, clock=clock)
     consumer.runner.gate.clear()
     transcript = consumer.submit(make_request("a", PROMPT, greedy(3)))
-    assert consumer.runner.entered.wait(timeout=10)
+    assert consumer.runner.entered.wait(TIMEOUT_S)
     assert health.complaint() is None, "a step of seconds is no reason"
     clock.ahead_s = 9
     complaint = health.complaint()
@@ -68,11 +69,11 @@ def test_a_step_whose_events_are_never_told_is_a_reason_to_complain(consumer: Co
 
     def hold(_: object) -> None:
         telling.set()
-        go_on.wait()
+        assert go_on.wait(TIMEOUT_S)
 
     consumer.on_batch = hold
     transcript = consumer.submit(make_request("a", PROMPT, greedy(3)))
-    assert telling.wait(timeout=10)
+    assert telling.wait(TIMEOUT_S)
     assert health.complaint() is None
     clock.ahead_s = 9
     assert health.complaint() is not None
@@ -86,13 +87,15 @@ def test_a_long_prompt_is_no_reason_to_complain(consumer: Consumer) -> None:
     """Its prefill takes longer than any of its steps may."""
     step_s, step_timeout_s, num_steps = 0.2, 2.0, 15
 
+    begins: list[float] = []
+
     def takes_a_while(_: object) -> bool:
+        begins.append(time.monotonic())
         time.sleep(step_s)  # the work itself
         return False
 
     consumer.runner.fails_on = takes_a_while
     health = EngineHealth(consumer.engine, step_timeout_s)
-    began = time.monotonic()
     transcript = consumer.submit(make_request("a", PROMPT[:4] * num_steps, greedy(1)))
     complaints = []
     while not transcript.ended:
@@ -100,8 +103,11 @@ def test_a_long_prompt_is_no_reason_to_complain(consumer: Consumer) -> None:
             complaints.append(health.complaint())
             time.sleep(step_s / 4)  # a poll: health has no event
         consumer.receive()
-    assert time.monotonic() - began > step_timeout_s
-    assert set(complaints) == {None}
+    begins.append(time.monotonic())
+    assert begins[-1] - begins[0] > step_timeout_s
+    # On a busy machine one step alone may take as long as none may, and that is a reason.
+    longest_s = max(end - begin for begin, end in pairwise(begins))
+    assert set(complaints) == {None} or longest_s > step_timeout_s
 
 
 def test_an_idle_engine_is_healthy_for_ever(consumer: Consumer) -> None:
@@ -111,7 +117,7 @@ def test_an_idle_engine_is_healthy_for_ever(consumer: Consumer) -> None:
 
 def test_a_frozen_engine_is_healthy_although_requests_wait(consumer: Consumer) -> None:
     """Paused, that is, as it was asked to be."""
-    consumer.engine.freeze().result(timeout=10)
+    consumer.engine.freeze().result(TIMEOUT_S)
     consumer.submit(make_request("a", PROMPT, greedy(3)))
     assert consumer.engine.check_invariants() == []
     assert EngineHealth(consumer.engine, step_timeout_s=8, clock=Clock(1e6)).complaint() is None

@@ -27,6 +27,13 @@ from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, servin
 
 GENERATE = "/inference/v1/generate"
 
+#: However long a busy machine stands still, no worker is taken for lost that answers in the end.
+PATIENT: dict[str, Any] = {"heartbeat_timeout_s": 60, "connect_timeout_s": 60}
+#: The same for a router process.
+PATIENT_FLAGS = ("--heartbeat-timeout-s", "60", "--connect-timeout-s", "60")
+#: Of a heartbeat that a test asks for; a worker that has left refuses it at once.
+HEARTBEAT_S = 30
+
 
 @dataclass
 class Cluster:
@@ -68,7 +75,7 @@ class Cluster:
     async def until_settled(self) -> None:
         """Waits for the next heartbeat of every worker."""
         for worker in self.app[FLEET].workers:
-            await worker.heartbeat(3)
+            await worker.heartbeat(HEARTBEAT_S)
 
 
 def strict_json(text: str) -> Any:
@@ -135,7 +142,7 @@ async def router_over(settings: RouterSettings) -> AsyncIterator[tuple[web.Appli
     app = create_app(settings)
     async with listening(app) as url:
         for _ in range(2):  # the second round sees every worker's first answer
-            await asyncio.gather(*(worker.heartbeat(3) for worker in app[FLEET].workers))
+            await asyncio.gather(*(worker.heartbeat(HEARTBEAT_S) for worker in app[FLEET].workers))
             app[FLEET].review()
         yield app, url
 
@@ -160,7 +167,7 @@ async def over(prefills: list[FakeWorker], decodes: list[FakeWorker], **settings
         for worker in prefills + decodes:
             await stack.enter_async_context(serving(worker))
         workers = {"prefill": [w.address for w in prefills], "decode": [w.address for w in decodes]}
-        configured = RouterSettings(**workers | {"heartbeat_interval_s": 0.05} | settings)
+        configured = RouterSettings(**workers | {"heartbeat_interval_s": 0.05} | PATIENT | settings)
         app, url = await stack.enter_async_context(router_over(configured))
         http = await stack.enter_async_context(aiohttp.ClientSession(url, read_bufsize=2**16))
         yield Cluster(app, url, http, prefills, decodes)
@@ -168,9 +175,9 @@ async def over(prefills: list[FakeWorker], decodes: list[FakeWorker], **settings
 
 async def opened(worker: Worker) -> None:
     """Waits until requests follow the worker's feed."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not worker.feed.is_open:
-            await worker.heartbeat(3)
+            await worker.heartbeat(HEARTBEAT_S)
 
 
 async def all_opened(cluster: Cluster) -> None:

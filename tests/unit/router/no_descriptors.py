@@ -34,7 +34,7 @@ async def main() -> None:
         await asyncio.sleep(0)
         _, writer = await asyncio.open_connection(*address[:2])
         writer.close()
-    print(len(ends), any(ends), [entry["event"] for entry in logs], logs[0]["number"])
+    print(len(ends), any(ends), sorted({entry["event"] for entry in logs}), logs[0]["number"])
     server.close()
 
 

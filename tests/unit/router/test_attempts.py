@@ -1,11 +1,10 @@
 """A prompt is offered to another pair only while no worker has done anything for it, and not without end."""
 
 import asyncio
-import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 
 import pytest
@@ -16,6 +15,7 @@ from router.keys import FLEET
 from router.worker_state import State
 from tests.fakes.fake_feed import FollowingContext
 from tests.fakes.fake_workers import Context, FakeWorker, Script, expected_tokens, serving
+from tests.ports import reserved_address
 from tests.unit.router.cluster import Cluster, over
 
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
@@ -177,15 +177,17 @@ async def test_an_outage_of_workers_that_answer_makes_no_storm() -> None:
 @pytest.mark.parametrize("hangs_up", [True, False], ids=["hang up", "say nothing"])
 async def test_an_outage_of_addresses_that_only_connect_makes_no_storm(hangs_up: bool) -> None:
     """Whatever the router makes of them, each request costs at most two connections. miles#1334, sglang#34570."""
-    async with AsyncExitStack() as servers:
-        dead = [await servers.enter_async_context(serving(worker)) for worker in decodes(None, None)]
-        addresses = [worker.address for worker in dead]
+    async with AsyncExitStack() as kept, AsyncExitStack() as servers:
+        dead = decodes(None, None)
+        addresses = [kept.enter_context(reserved_address()) for _ in dead]
+        for worker, address in zip(dead, addresses, strict=True):
+            await servers.enter_async_context(serving(worker, address))
         async with over([], [], decode=addresses, connect_timeout_s=0.1, **SELDOM) as cluster:
             await servers.aclose()
             async with counting(addresses, hangs_up=hangs_up) as connections:
                 for _ in range(NUM_WAVES):
-                    for worker in cluster.app[FLEET].workers:
-                        worker._state.heard(time.monotonic(), draining=False)
+                    for known in cluster.app[FLEET].workers:
+                        known._state.heard(time.monotonic(), draining=False)
                     answers = await asyncio.gather(*(cluster.post(BODY) for _ in range(NUM_CLIENTS)))
                     assert {status for status, _ in answers} <= {502, 503}
             assert 0 < len(connections) <= 2 * NUM_CLIENTS * NUM_WAVES
@@ -249,14 +251,6 @@ async def test_a_connection_that_breaks_after_the_request_was_taken() -> None:
             assert num_requests([broken, spare]) == [1, 0]
 
 
-@contextmanager
-def refusing_address() -> Iterator[str]:
-    """Bound, so that nobody else gets the port, and not listening, so that connections are refused."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{bound.getsockname()[1]}"
-
-
 async def heard(cluster: Cluster, address: str) -> None:
     """Makes the router take the worker there for healthy, as it was a heartbeat ago."""
     fleet = cluster.app[FLEET]
@@ -270,7 +264,7 @@ async def heard(cluster: Cluster, address: str) -> None:
 async def test_a_worker_that_died_a_moment_ago_is_found_out_before_anything_is_sent() -> None:
     """Connections to it are refused at once: nobody waits for --connect-timeout-s, and the other one serves."""
     [spare] = decodes(None)
-    with refusing_address() as address:
+    with reserved_address() as address:
         async with serving(spare), over([], [], decode=[address, spare.address], connect_timeout_s=60) as cluster:
             await heard(cluster, address)
             for _ in range(3):

@@ -16,20 +16,29 @@ from structlog.testing import capture_logs
 from common.config import RouterSettings
 from router.connections import MAX_CONNECTIONS, Tally, max_connections
 from router.keys import SETTINGS
-from router.listener import create_runner
+from router.listener import JsonServer, create_runner
 
 GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
+class Held:
+    """What requests for /held wait for; `entered` has one for each that waits."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.entered = asyncio.Semaphore(0)
+
+
 @asynccontextmanager
-async def listening(most: int, held: asyncio.Event) -> AsyncIterator[int]:
-    """The port of an application with /live, and /held, which answers once `held` is set."""
+async def listening(most: int, held: Held) -> AsyncIterator[int]:
+    """The port of an application with /live, and /held, which answers once it may."""
 
     async def live(request: web.Request) -> web.Response:
         return web.Response(text="live")
 
     async def wait(request: web.Request) -> web.Response:
-        await held.wait()
+        held.entered.release()
+        await held.go.wait()
         return web.Response(text="held")
 
     app = web.Application()
@@ -37,6 +46,9 @@ async def listening(most: int, held: asyncio.Event) -> AsyncIterator[int]:
     app.add_routes([web.get("/live", live), web.get("/held", wait)])
     runner = create_runner(app)
     await runner.setup()
+    assert isinstance(runner.server, JsonServer)
+    # The log is silent for a second at a time; a busy machine may stand still for longer.
+    runner.server._tally._now = lambda: 0.0
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         yield runner.addresses[0][1]
@@ -75,7 +87,7 @@ async def connected(port: int, closing: contextlib.ExitStack) -> Client:
 
 
 async def test_a_new_connection_takes_the_place_of_the_oldest_that_is_idle() -> None:
-    async with listening(3, asyncio.Event()) as port:
+    async with listening(3, Held()) as port:
         with capture_logs() as logs, contextlib.ExitStack() as closing:
             clients: list[Client] = []
             for _ in range(8):
@@ -89,15 +101,16 @@ async def test_a_new_connection_takes_the_place_of_the_oldest_that_is_idle() -> 
 
 
 async def test_without_an_idle_one_the_new_one_is_refused() -> None:
-    held = asyncio.Event()
+    held = Held()
     async with listening(2, held) as port:
         with capture_logs() as logs, contextlib.ExitStack() as closing:
             busy = [await connected(port, closing) for _ in range(2)]
             for client in busy:
                 client.send(GET % b"held")
+                await held.entered.acquire()
             refused = await connected(port, closing)
             assert await refused.answer() == b"HTTP/1.1 503 Service Unavailable\r\n"
-            held.set()
+            held.go.set()
             assert [await client.answer() for client in busy] == [b"HTTP/1.1 200 OK\r\n"] * 2
         assert [(entry["event"], entry["closed"]) for entry in logs] == [("too_many_connections", "the new one")]
 

@@ -21,13 +21,17 @@ from common.errors import (
     WorkerLostError,
 )
 from common.pb import types_pb2
+from router import prompt_run
 from router.keys import FLEET, LIVE
 from router.worker_state import State
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
+from tests.ports import reserved_address
 from tests.unit.router.cluster import GENERATE, Cluster, over, running, split_events, strict_json
 
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 10}}
 STREAM = BODY | {"stream": True}
+#: For the second report of a broken handoff, which a test makes come.
+PATIENT_S = 60.0
 
 ERRORS: list[tuple[MoerelayError, int, str]] = [
     (OverloadedError("the queue is full"), 429, "RateLimitError"),
@@ -46,7 +50,7 @@ async def assert_nothing_left(cluster: Cluster) -> None:
     """Neither worker holds a call, and the router holds no request."""
     for worker in cluster.prefill + cluster.decode:
         await worker.wait_until(lambda worker=worker: not worker.live)  # type: ignore[misc]
-    await asyncio.wait_for(cluster.app[LIVE].wait_empty(), 10)
+    await asyncio.wait_for(cluster.app[LIVE].wait_empty(), 30)
 
 
 @pytest.mark.parametrize(("error", "status", "kind"), ERRORS, ids=lambda value: type(value).__name__)
@@ -197,11 +201,8 @@ async def test_dead_worker_gives_fast_503_and_comes_back_at_its_address() -> Non
     script = Script()
     prefill = FakeWorker("prefill-0", types_pb2.ROLE_PREFILL, script)
     decode = FakeWorker("decode-0", types_pb2.ROLE_DECODE, script)
-    async with serving(decode):
-        address = decode.address
-    async with serving(prefill):
-        settings = {"prefill": [prefill.address], "decode": [address]}
-        async with over([], [], **settings) as cluster:
+    with reserved_address() as address:
+        async with serving(prefill), over([], [], prefill=[prefill.address], decode=[address]) as cluster:
             status, answer = await cluster.post(BODY)
             assert (status, answer["error"]["type"]) == (503, "ServiceUnavailableError")
             assert f"decode worker {address} is dead" in answer["error"]["message"]
@@ -306,8 +307,11 @@ async def test_a_worker_that_cannot_be_reached_is_suspect() -> None:
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("too long"), OverloadedError("full"), InternalError("NaN")])
-async def test_prefills_own_error_is_the_cause_of_a_broken_handoff(error: MoerelayError) -> None:
+async def test_prefills_own_error_is_the_cause_of_a_broken_handoff(
+    error: MoerelayError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when decode, which only saw the transfer end, reports first."""
+    monkeypatch.setattr(prompt_run, "CAUSE_WAIT_S", PATIENT_S)
     script = Script(break_after=0, decode_error=HandoffError("the sender gave up"), prefill_error=error)
     script.prefill_go.clear()
     async with running(script) as cluster:
@@ -321,7 +325,10 @@ async def test_prefills_own_error_is_the_cause_of_a_broken_handoff(error: Moerel
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
-async def test_of_two_broken_handoffs_decodes_report_counts(decode_first: bool) -> None:
+async def test_of_two_broken_handoffs_decodes_report_counts(
+    decode_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_run, "CAUSE_WAIT_S", PATIENT_S)
     script = Script(
         hold_after=0,
         break_after=0,
@@ -345,7 +352,7 @@ async def test_a_broken_handoff_whose_cause_stays_unknown_is_reported_all_the_sa
     script = Script(break_after=0, decode_error=HandoffTimeoutError("no progress"))
     script.prefill_go.clear()
     async with running(script) as cluster:
-        assert (await asyncio.wait_for(cluster.post(BODY), 10))[0] == 504
+        assert (await asyncio.wait_for(cluster.post(BODY), 30))[0] == 504
         await assert_nothing_left(cluster)
 
 
@@ -360,7 +367,7 @@ async def test_the_end_of_the_drain_reaches_requests_that_still_connect() -> Non
             while (await cluster.get("/cluster"))[1]["router"]["in_flight"] == 0:
                 pass
             cluster.app[LIVE].fail_all(UnavailableError("the router was stopped"))
-            status, answer = await asyncio.wait_for(request, 10)
+            status, answer = await asyncio.wait_for(request, 30)
             assert (status, answer["error"]["message"]) == (503, "the router was stopped")
             await assert_nothing_left(cluster)
 
@@ -368,12 +375,17 @@ async def test_the_end_of_the_drain_reaches_requests_that_still_connect() -> Non
 async def test_worker_that_falls_silent_fails_its_requests() -> None:
     """Two heartbeats without an answer: the request ends although its connection still stands."""
     script = Script(hold_after=1)
-    async with running(script, heartbeat_timeout_s=0.2) as cluster:
+    async with running(script, heartbeat_interval_s=60) as cluster:
         decode = cluster.decode[0]
         request = asyncio.ensure_future(cluster.post(BODY))
         await decode.wait_until(lambda: decode.num_chunks == 1)
         decode.answers.clear()
-        status, answer = await asyncio.wait_for(request, 10)
+        [silent] = [worker for worker in cluster.app[FLEET].workers if worker.side == "decode"]
+        for state in (State.SUSPECT, State.DEAD):
+            assert not request.done()
+            await silent.heartbeat(0.2)
+            assert silent.state is state
+        status, answer = await asyncio.wait_for(request, 30)
         assert (status, answer["error"]["type"]) == (502, "WorkerLostError")
         assert "decode-0 is lost" in answer["error"]["message"]
         decode.answers.set()

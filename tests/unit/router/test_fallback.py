@@ -12,7 +12,8 @@ from router.fleet import Fleet
 from router.keys import FLEET
 from router.worker import Worker
 from tests.fakes.fake_workers import FakeWorker, Script, description, expected_tokens, serving
-from tests.unit.router.cluster import Cluster, over, running
+from tests.ports import reserved_address
+from tests.unit.router.cluster import HEARTBEAT_S, Cluster, over, running
 from tests.unit.router.fallbacks import MortalPrefill, fallbacks, leave, says
 from tests.unit.router.test_failures import assert_nothing_left
 
@@ -42,7 +43,7 @@ async def test_without_the_flag_nothing_changes() -> None:
 
 
 async def test_decode_workers_take_whole_requests() -> None:
-    async with running(prefill=0, decode=2, allow_aggregated_fallback=True) as cluster:
+    async with running(prefill=0, decode=2, allow_aggregated_fallback=True, heartbeat_interval_s=60) as cluster:
         assert await says(cluster) == (True, True, True)
         await cluster.canary()
         status, answer = await cluster.post(BODY | {"sampling_params": {"max_tokens": 4, "n": 2}})
@@ -61,9 +62,7 @@ async def test_decode_workers_take_whole_requests() -> None:
 async def test_a_prefill_worker_that_comes_back_is_used_again() -> None:
     script = Script()
     prefill, decode = FakeWorker("prefill-0", PREFILL, script), FakeWorker("decode-0", DECODE, script)
-    async with serving(prefill):
-        address = prefill.address
-    with capture_logs() as logs:
+    with reserved_address() as address, capture_logs() as logs:
         async with over([], [decode], prefill=[address], allow_aggregated_fallback=True) as cluster:
             await cluster.canary()
             assert await says(cluster) == (True, True, True)
@@ -95,10 +94,10 @@ async def test_nobody_falls_back_before_every_prefill_worker_has_been_asked() ->
         fleet = Fleet(settings)
         first, second = fleet.workers
         assert (first.side, second.side) == ("prefill", "decode")
-        await second.heartbeat(3)
+        await second.heartbeat(HEARTBEAT_S)
         fleet.review()
         assert (second.usable, fleet.falls_back(), fleet.can_serve()) == (True, False, False)
-        await first.heartbeat(3)
+        await first.heartbeat(HEARTBEAT_S)
         fleet.review()
         assert (fleet.falls_back(), fleet.can_serve()) == (False, True)
         for worker in fleet.workers:
@@ -137,7 +136,7 @@ async def test_a_worker_of_role_both_never_falls_back() -> None:
     async with over([], decodes[:1], allow_aggregated_fallback=True) as cluster:
         await cluster.canary()
         assert (await says(cluster), await fallbacks(cluster)) == ((False, False, False), 0)
-    async with over([], decodes, allow_aggregated_fallback=True) as cluster:
+    async with over([], decodes, allow_aggregated_fallback=True, heartbeat_interval_s=60) as cluster:
         assert await says(cluster) == (True, True, True)
         for _ in range(4):  # they take turns
             await cluster.canary()

@@ -20,6 +20,7 @@ from router.worker import Worker
 from tests.fakes.fake_workers import FakeWorker, Script, description, expected_rows, expected_tokens, serving
 from tests.unit.router.cluster import (
     GENERATE,
+    HEARTBEAT_S,
     all_opened,
     choice_events,
     joined_rows,
@@ -63,9 +64,9 @@ async def test_workers_without_feeds_are_served_as_well() -> None:
         cluster.decode[0].serves_feeds = False
         cluster.decode[0].end_feeds()
         [worker] = [w for w in cluster.app[FLEET].workers if w.side == "decode"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while worker.feed.is_open:
-                await worker.heartbeat(3)
+                await worker.heartbeat(HEARTBEAT_S)
         choices = choice_events(parse_events(await cluster.stream(body(5))))
         assert joined_tokens(choices) == expected_tokens(PROMPT, 5)
 
@@ -140,7 +141,7 @@ async def test_a_chunk_that_cannot_be_read_ends_its_request_alone() -> None:
 async def test_a_feed_that_was_closed_is_opened_by_no_heartbeat() -> None:
     async with decode_worker(Script(LONG)) as (_, worker):
         await worker.feed.close()
-        await worker.heartbeat(3)
+        await worker.heartbeat(HEARTBEAT_S)
         assert not worker.feed.is_open
         assert worker.feed._running is not None
         assert worker.feed._running.done()
@@ -160,7 +161,7 @@ async def test_a_grant_that_is_lost_is_repeated() -> None:
 async def decode_worker(script: Script) -> AsyncIterator[tuple[FakeWorker, Worker]]:
     """A fake one, and how the router sees it; its feed is open."""
     async with serving(FakeWorker("decode-0", types_pb2.ROLE_BOTH, script)) as fake:
-        worker = Worker(fake.address, "decode", max_message_bytes=2**26, silence_limit_s=10)
+        worker = Worker(fake.address, "decode", max_message_bytes=2**26, silence_limit_s=60)
         try:
             await opened(worker)
             yield fake, worker
@@ -196,6 +197,7 @@ async def test_who_does_not_read_keeps_a_window_and_holds_up_nobody() -> None:
         with slow.opened(request("slow", num_tokens), group), fast.opened(request("fast", num_tokens), group):
             assert await asyncio.wait_for(read(fast), 20) == expected_tokens(PROMPT, num_tokens)
             [feed] = fake.feeds
+            await fake.wait_until(lambda: feed.num_sent[1] == WINDOW_CHUNKS)
             assert feed.num_sent == {1: WINDOW_CHUNKS, 2: num_tokens}
             assert await asyncio.wait_for(read(slow), 20) == expected_tokens(PROMPT, num_tokens)
 

@@ -1,7 +1,8 @@
 """Who may serve: heartbeats, pairing field by field, placement."""
 
 import asyncio
-import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from router.keys import FLEET
 from router.pairing import Member, leader
 from router.worker import Worker
 from router.worker_state import State, WorkerState, pause_s
+from tests.e2e.cluster import until
 from tests.fakes.fake_workers import FakeWorker, Script, description
-from tests.unit.router.cluster import Cluster, over, running
+from tests.ports import reserved_address
+from tests.unit.router.cluster import HEARTBEAT_S, Cluster, over, running
 
 #: The fakes do not look at it.
 NO_CONTEXT: Any = None
@@ -195,7 +198,7 @@ async def test_draining_workers_get_nothing_new() -> None:
 
 
 async def test_idle_workers_take_turns() -> None:
-    async with running(prefill=2, decode=3) as cluster:
+    async with running(prefill=2, decode=3, heartbeat_interval_s=60) as cluster:
         for _ in range(6):
             await cluster.canary()
         assert [len(worker.decode_requests) for worker in cluster.decode] == [2, 2, 2]
@@ -281,10 +284,11 @@ def test_dead_workers_are_asked_more_and_more_rarely(dead_s: float, seconds: flo
     assert pause_s(dead_s, 0.5) == seconds
 
 
-def unused_address() -> str:
-    """Bound, and refuses connections."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+@pytest.fixture
+def refusing() -> Iterator[list[str]]:
+    """Addresses that refuse connections."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(reserved_address()) for _ in range(5)]
 
 
 class NeverCalled:
@@ -294,18 +298,26 @@ class NeverCalled:
         raise AssertionError(f"{name} was called")
 
 
-async def test_a_worker_that_refuses_connections_is_not_called_again() -> None:
-    worker = Worker(unused_address(), "decode", max_message_bytes=2**20, silence_limit_s=3)
+async def test_a_worker_that_refuses_connections_is_not_called_again(refusing: list[str]) -> None:
+    worker = Worker(refusing[0], "decode", max_message_bytes=2**20, silence_limit_s=3)
     try:
-        await worker.heartbeat(3)
+        await worker.heartbeat(HEARTBEAT_S)
         assert worker.was_asked
         stub: Any = NeverCalled()
         worker.control = stub
         for _ in range(5):
-            await worker.heartbeat(3)
+            await worker.heartbeat(HEARTBEAT_S)
         assert worker.state is State.DEAD
     finally:
         await worker.close()
+
+
+class CountingBeats(Worker):
+    num_beats = 0
+
+    async def heartbeat(self, timeout_s: float) -> None:
+        await super().heartbeat(timeout_s)
+        self.num_beats += 1
 
 
 class CountingReviews(Fleet):
@@ -316,10 +328,16 @@ class CountingReviews(Fleet):
         super().review()
 
 
-async def test_workers_that_go_on_being_dead_are_no_news() -> None:
+async def test_workers_that_go_on_being_dead_are_no_news(refusing: list[str]) -> None:
     """What follows from all workers' states is decided anew when one may have changed, not with every heartbeat."""
-    addresses = [unused_address() for _ in range(5)]
-    fleet = CountingReviews(RouterSettings(decode=addresses, heartbeat_interval_s=0.001))
+    fleet = CountingReviews(RouterSettings(decode=refusing, heartbeat_interval_s=0.001))
+    beating = list(fleet.workers)
+    for worker in beating:
+        worker.__class__ = CountingBeats
+
+    async def all_have_beaten_often() -> bool:
+        return all(isinstance(worker, CountingBeats) and worker.num_beats > 50 for worker in beating)
+
     async with fleet.running():
-        await asyncio.sleep(0.5)  # some hundred heartbeats of each
-        assert fleet.num_reviews == 1 + len(addresses)
+        await until(all_have_beaten_often, 60)
+        assert fleet.num_reviews == 1 + len(refusing)

@@ -25,7 +25,7 @@ async def connection(cluster: Cluster) -> AsyncIterator[tuple[asyncio.StreamRead
 
 async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], Any]:
     """Status, headers in lower case, JSON."""
-    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).decode("latin-1").split("\r\n")
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)).decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
     assert headers["content-type"].startswith("application/json"), head
     body = await reader.readexactly(int(headers["content-length"]))
@@ -59,7 +59,7 @@ async def test_what_is_not_http_gets_json(request_bytes: bytes) -> None:
         async with connection(cluster) as (reader, writer):
             writer.write(request_bytes)
             status, _, answer = await read_answer(reader)
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), 30) == b""
         assert (status, answer["error"]["type"], answer["error"]["code"]) == (400, "BadRequestError", 400)
         assert len(answer["error"]["message"]) < 300
         await cluster.canary()
@@ -112,7 +112,7 @@ async def test_expect_continue() -> None:
     length = f"Content-Length: {len(BODY)}\r\n\r\n".encode()
     async with running() as cluster, connection(cluster) as (reader, writer):
         writer.write(HEAD + b"Expect: 100-continue\r\n" + length)
-        assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30) == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(BODY)
         assert (await read_answer(reader))[0] == 200
 

@@ -230,7 +230,7 @@ async def turns(cluster: Cluster, headers: dict[str, str] | None = None) -> tupl
 
 
 async def test_by_default_a_conversation_stays_with_its_prefill_and_its_decode_worker() -> None:
-    async with running(prefill=2, decode=3) as cluster:
+    async with running(prefill=2, decode=3, heartbeat_interval_s=60) as cluster:
         assert await turns(cluster) == ([0, 6], [0, 0, 6])
 
 
@@ -246,7 +246,7 @@ async def test_by_default_a_conversation_stays_with_its_prefill_and_its_decode_w
 async def test_the_flag_chooses_the_policy(
     name: str, headers: dict[str, str] | None, expected: tuple[list[int], list[int]]
 ) -> None:
-    async with running(prefill=2, decode=3, placement=name) as cluster:
+    async with running(prefill=2, decode=3, placement=name, heartbeat_interval_s=60) as cluster:
         assert await turns(cluster, headers) == expected
 
 

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import signal
+import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +14,8 @@ import pytest
 
 from common.pb import types_pb2
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
-from tests.unit.router.cluster import GENERATE, split_events, strict_json
+from tests.ipv6 import needs_ipv6
+from tests.unit.router.cluster import GENERATE, PATIENT_FLAGS, split_events, strict_json
 
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}, "stream": True}
 
@@ -36,7 +37,7 @@ async def process(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
 async def wait_ready(folder: Path, session: aiohttp.ClientSession) -> str:
     """The router's URL, once it serves."""
     ready = folder / "ready.json"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             if ready.exists():
                 break
@@ -47,7 +48,7 @@ async def wait_ready(folder: Path, session: aiohttp.ClientSession) -> str:
 
 
 async def wait_status(session: aiohttp.ClientSession, url: str, status: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             async with session.get(url) as response:
                 if response.status == status:
@@ -63,18 +64,17 @@ async def serving_router(
     worker = FakeWorker("decode-0", types_pb2.ROLE_BOTH, script)
     async with serving(worker), aiohttp.ClientSession() as session:
         arguments = ["--port", "0", "--decode", worker.address, "--ready-file", str(folder / "ready.json")]
-        async with process(*arguments, "--pre-stop-s", "0", *flags) as child:
+        async with process(*arguments, *PATIENT_FLAGS, "--pre-stop-s", "0", *flags) as child:
             yield child, await wait_ready(folder, session), session, worker
 
 
-async def test_help_is_fast() -> None:
-    began = time.perf_counter()
-    async with process("--help") as child:
-        out, _ = await child.communicate()
-    assert child.returncode == 0
-    assert b"--decode" in out
-    # 0.3 s on an idle machine; tests of several workers share it.
-    assert time.perf_counter() - began < 3
+def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "router", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "--decode" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "common.config" in imported
+    assert not {"torch", "transformers", "numpy", "grpc", "aiohttp", "tokenizers"} & imported
 
 
 @pytest.mark.parametrize("flags", [["--nonsense", "1"], ["--port", "-1"], ["--model", "/nonexistent/model"]])
@@ -96,6 +96,7 @@ async def test_taken_port_exits_with_2(tmp_path: Path) -> None:
     assert b"cannot listen on 127.0.0.1" in err
 
 
+@needs_ipv6
 async def test_an_ipv6_address_is_written_as_urls_write_it(tmp_path: Path) -> None:
     async with serving_router(tmp_path, Script(), "--host", "::1") as (_, url, session, _):
         assert url.startswith("http://[::1]:")
@@ -119,7 +120,7 @@ async def test_drain_lets_live_requests_finish(tmp_path: Path, number: signal.Si
         assert events[-1] == b"[DONE]"
         tokens = [t for e in events[:-1] for c in strict_json(e.decode())["choices"] for t in c["token_ids"]]
         assert tokens == expected_tokens([5, 6, 7], 4)
-        assert await asyncio.wait_for(child.wait(), 5) == 0
+        assert await asyncio.wait_for(child.wait(), 60) == 0
 
 
 async def test_before_it_drains_it_only_says_so_and_serves_who_comes(tmp_path: Path) -> None:
@@ -135,13 +136,13 @@ async def test_before_it_drains_it_only_says_so_and_serves_who_comes(tmp_path: P
                 assert late.status == 200
                 await late.content.readuntil(b"\n\n")
                 short = BODY | {"sampling_params": {"max_tokens": 1}}
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while (await session.post(url + GENERATE, json=short)).status != 503:  # noqa: ASYNC110 - another process
                         await asyncio.sleep(0.05)
                 script.release.set()
                 for response in (early, late):
                     assert (await response.read()).endswith(b"[DONE]\n\n")
-        assert await asyncio.wait_for(child.wait(), 5) == 0
+        assert await asyncio.wait_for(child.wait(), 60) == 0
 
 
 async def test_second_signal_cuts_the_time_before_it_drains_short(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ async def test_second_signal_cuts_the_time_before_it_drains_short(tmp_path: Path
         child.terminate()
         await wait_status(session, f"{url}/ready", 503)
         child.terminate()
-        assert await asyncio.wait_for(child.wait(), 5) == 0
+        assert await asyncio.wait_for(child.wait(), 60) == 0
 
 
 async def test_requests_that_outlast_the_drain_end_in_an_error(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ async def test_requests_that_outlast_the_drain_end_in_an_error(tmp_path: Path) -
             child.terminate()
             events = split_events(first + await response.read())
         assert strict_json(events[-1].decode())["error"]["type"] == "ServiceUnavailableError"
-        assert await asyncio.wait_for(child.wait(), 5) == 0
+        assert await asyncio.wait_for(child.wait(), 60) == 0
 
 
 async def test_second_signal_ends_it_at_once(tmp_path: Path) -> None:
@@ -169,5 +170,5 @@ async def test_second_signal_ends_it_at_once(tmp_path: Path) -> None:
             child.terminate()
             await wait_status(session, f"{url}/ready", 503)
             child.terminate()
-            await asyncio.wait_for(child.wait(), 5)
+            await asyncio.wait_for(child.wait(), 60)
         await worker.wait_until(lambda: not worker.live)

@@ -19,7 +19,7 @@ import pytest
 
 from common.pb import types_pb2
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
-from tests.unit.router.cluster import GENERATE, split_events, strict_json
+from tests.unit.router.cluster import GENERATE, PATIENT_FLAGS, split_events, strict_json
 from tests.unit.router.test_process import process
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes cannot share a port there")
@@ -91,7 +91,7 @@ async def routers(folder: Path, script: Script, *flags: str) -> AsyncIterator[Ro
     ):
         ready = str(folder / "ready.json")
         shared = ["--port", "0", "--router-processes", "2", "--decode", worker.address, "--ready-file", ready]
-        async with process(*shared, *flags) as parent:
+        async with process(*shared, *PATIENT_FLAGS, *flags) as parent:
             await poll(lambda: written(folder / "ready.json"))
             url = f"http://{json.loads((folder / 'ready.json').read_text())['address']}"
             cluster = Routers(parent, url, http, worker)
@@ -179,7 +179,7 @@ async def test_a_process_that_dies_is_replaced(tmp_path: Path) -> None:
         before = cluster.children()
         victim = before[1]
         os.kill(victim.pid, signal.SIGKILL)
-        psutil.wait_procs([victim], 10)
+        psutil.wait_procs([victim], 60)
         await poll(cluster.is_complete)
         assert {c.pid for c in cluster.children()} > {before[0].pid}
         for _ in range(8):
@@ -200,7 +200,7 @@ async def test_all_processes_drain(tmp_path: Path, number: signal.Signals) -> No
             for first, response in streams:
                 choices = await choices_of(first, response)
                 assert [t for c in choices for t in c["token_ids"]] == expected_tokens([5, 6, 7], 4)
-        assert await asyncio.wait_for(cluster.parent.wait(), 30) == 0
+        assert await asyncio.wait_for(cluster.parent.wait(), 60) == 0
 
 
 async def test_second_signal_ends_all_at_once(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ async def test_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         cluster.parent.terminate()
         await poll(cluster.drains)
         cluster.parent.terminate()
-        assert await asyncio.wait_for(cluster.parent.wait(), 30) == 0
+        assert await asyncio.wait_for(cluster.parent.wait(), 60) == 0
         assert not [child for child in children if child.is_running()]
 
 
@@ -217,7 +217,7 @@ async def test_no_process_outlives_a_parent_that_was_killed(tmp_path: Path) -> N
     async with routers(tmp_path, Script()) as cluster:
         children = cluster.children()
         cluster.parent.kill()
-        gone, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, children, 60)
         assert (len(gone), alive) == (2, [])
 
 

@@ -33,7 +33,7 @@ async def kill_under_streams(cluster: Routers, script: Script, index: int) -> in
     async with live_streams(cluster) as streams:
         victim = cluster.children()[index]
         os.kill(victim.pid, signal.SIGKILL)
-        psutil.wait_procs([victim], 10)
+        psutil.wait_procs([victim], 60)
         script.release.set()
         for first, response in streams:
             try:

@@ -246,12 +246,12 @@ async def raw_post(cluster: Cluster, body: bytes) -> tuple[int, Any]:
 
 
 async def test_large_prompts_are_checked_fast() -> None:
-    """128k ids, with an error at the very end; a second is generous for what takes some 30 ms."""
+    """128k ids, with an error at the very end; a second of a processor is generous for what takes some 30 ms."""
     body = json.dumps({"token_ids": [7] * 131_072 + [300], "sampling_params": {"max_tokens": 1}}).encode()
     async with running(Script(description(max_model_len=200_000))) as cluster:
-        began = time.perf_counter()
+        began = time.process_time()
         status, answer = await raw_post(cluster, body)
-        assert time.perf_counter() - began < 1
+        assert time.process_time() - began < 1
         assert (status, answer["error"]["param"]) == (400, "token_ids")
         many_errors = json.dumps({"token_ids": ["x"] * 131_072, "sampling_params": {}}).encode()
         status, answer = await raw_post(cluster, many_errors)

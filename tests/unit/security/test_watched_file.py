@@ -113,13 +113,19 @@ async def test_a_file_on_a_mount_that_hangs_holds_up_nothing_else() -> None:
     """Neither the event loop nor the other file; and one thread waits for it, not one more every second."""
     answer = Event()
     hanging, other = Looked("/hanging/keys", answer), Looked("/keys")
+    complaint = "/hanging/keys cannot be looked at: no answer for 0.02 s; does its mount hang?"
     with capture_logs() as logs:
+
+        def complaints() -> list[str]:
+            # On a busy machine a thread of the other file may be late, too.
+            return [entry["reason"] for entry in logs if "/hanging/" in entry["reason"]]
+
         reading = asyncio.create_task(keep_reading([hanging, other], interval_s=0.001, timeout_s=0.02))
-        assert await asyncio.to_thread(other.often.wait, 10)
-        await asyncio.sleep(0.05)
-    assert hanging.num_looks == 0
-    assert [entry["event"] for entry in logs] == ["key_file_unusable"]
-    assert logs[0]["reason"] == "/hanging/keys cannot be looked at: no answer for 0.02 s; does its mount hang?"
+        async with asyncio.timeout(30):
+            while not complaints():  # noqa: ASYNC110 - the log has no event
+                await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(other.often.wait, 30)
+        assert (hanging.num_looks, complaints()) == (0, [complaint])
     answer.set()
-    assert await asyncio.to_thread(hanging.often.wait, 10)
+    assert await asyncio.to_thread(hanging.often.wait, 30)
     reading.cancel()

@@ -1,5 +1,6 @@
 """A, AAAA and SRV records, and files, as addresses of workers."""
 
+import asyncio
 import os
 import socket
 from collections.abc import Sequence
@@ -123,11 +124,12 @@ async def test_files(tmp_path: Path) -> None:
 
 
 async def test_a_file_on_a_mount_that_hangs_is_waited_for_by_one_thread(tmp_path: Path) -> None:
-    answer, num_calls = Event(), 0
+    answer, asked, num_calls = Event(), Event(), 0
 
     def read(path: Path) -> bytes:
         nonlocal num_calls
         num_calls += 1
+        asked.set()
         answer.wait()
         return b"d1.example:7002"
 
@@ -135,6 +137,7 @@ async def test_a_file_on_a_mount_that_hangs_is_waited_for_by_one_thread(tmp_path
     for _ in range(5):
         with pytest.raises(UnavailableError, match=r"no answer for 0\.01 s; does its mount hang\?"):
             await listed.resolve()
+    assert await asyncio.to_thread(asked.wait, 30)
     assert num_calls == 1
     answer.set()
     assert await ListedInFile(tmp_path / "workers", read).resolve() == ["d1.example:7002"]
