@@ -61,7 +61,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """
     model, folder = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("fleet")
     synthesize("qwen3_moe", "tiny", 7, TINY | {"max_position_embeddings": 2048}, model / "m")
-    with running_fleet(model / "m", folder, "--placement", "round_robin", "--pre-stop-s", "4") as running:
+    with running_fleet(model / "m", folder, "--placement", "round_robin", "--pre-stop-s", "8") as running:
         yield running
 
 

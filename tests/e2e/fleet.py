@@ -20,22 +20,25 @@ from tests.e2e.cluster import Client, JsonObject, until
 
 Role = Literal["prefill", "decode"]
 
-START_TIMEOUT_S = 90.0
-#: A router hears of anything in less: heartbeats, and lookups of where workers are, are that frequent here.
-NOTICED_S = 10.0
-HEARTBEAT_TIMEOUT_S = 1.0
-#: Of an engine that hangs in a step, above anything that a step takes on a busy machine.
-STEP_TIMEOUT_S = 4.0
+START_TIMEOUT_S = 200.0
+#: Of a worker that stands still, above any pause that a busy machine makes; the second silence ends its requests.
+HEARTBEAT_TIMEOUT_S = 5.0
+#: Of an engine that hangs in a step, likewise.
+STEP_TIMEOUT_S = 8.0
+#: A router hears of anything in less: heartbeats, and lookups of where workers are, are frequent here.
+NOTICED_S = 40.0
+#: Whoever is waited for in vain is waited for as long, or longer.
+WAIT_S = 20.0
 #: A process that takes longer to say how it is does not say it.
 HEALTH_TIMEOUT_S = 5.0
 
 ROUTER_FLAGS = (
     *("--heartbeat-interval-s", "0.2", "--heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}"),
-    *("--discovery-interval-s", "0.2", "--connect-timeout-s", "1"),
+    *("--discovery-interval-s", "0.2", "--connect-timeout-s", f"{WAIT_S:g}"),
 )
 WORKER_FLAGS = (
     *("--dtype", "float32", "--num-kv-blocks", "600", "--threads", "1", "--max-num-batched-tokens", "64"),
-    *("--step-timeout-s", f"{STEP_TIMEOUT_S:g}"),
+    *("--step-timeout-s", f"{STEP_TIMEOUT_S:g}", "--handoff-timeout-s", f"{3 * WAIT_S:g}"),
 )
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 200.0
 STOP_TIMEOUT_S = 20.0
 
 

@@ -1,6 +1,7 @@
 """Where the threads of a real cluster may run, as the kernel tells it."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +17,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets
 
 def allowed_cpus(pid: int) -> set[str]:
     """Cpus of each thread, as /proc spells them."""
-    statuses = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
+    statuses = []
+    for path in Path(f"/proc/{pid}/task").glob("*/status"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            statuses.append(path.read_text())
     return {line.split()[1] for status in statuses for line in status.splitlines() if "Cpus_allowed_list" in line}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.engine.solo import SoloRunner
-from tests.e2e.cluster import Client, JsonObject, running_cluster, until
+from tests.e2e.cluster import PATIENT_ROUTER, Client, JsonObject, running_cluster, until
 from tests.e2e.oracle import assert_equals_solo
 from tests.e2e.services import Service, launched_service
 from tests.e2e.test_faults import MODEL_FLAGS, connected, terminate_in_time, wait_ready
@@ -45,7 +45,7 @@ async def wait_fallback(client: Client, expected: bool) -> None:
         view = await client.json("/cluster")
         return view["router"]["ready"] is True and view["router"]["fallback"] is expected
 
-    await until(reached, 30.0)
+    await until(reached, 60.0)
 
 
 async def test_prefill_is_killed_and_comes_back(tiny_model: Path, tmp_path: Path, solo: SoloRunner) -> None:
@@ -56,7 +56,7 @@ async def test_prefill_is_killed_and_comes_back(tiny_model: Path, tmp_path: Path
     ):
         decode = launched.wait_ready()
         flags = ("--prefill", prefill.address, "--decode", decode.address, "--allow-aggregated-fallback")
-        with launched_service("router", tmp_path, *flags) as launched_router:
+        with launched_service("router", tmp_path, *flags, *PATIENT_ROUTER) as launched_router:
             router = launched_router.wait_ready()
             async with connected(router.url) as client:
                 await wait_fallback(client, expected=False)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import aiohttp
 import pytest
 
 from common.engine.solo import SoloRunner
-from tests.e2e.cluster import Client, JsonObject, running_cluster, until
+from tests.e2e.cluster import PATIENT_WORKER, Client, JsonObject, running_cluster, until
 from tests.e2e.oracle import assert_equals_solo
 from tests.e2e.services import Service, launched_service
 from tests.e2e.test_disconnect import assert_baseline
@@ -23,8 +22,14 @@ from tests.e2e.test_routing_rows import prompt_of
 
 pytestmark = pytest.mark.cluster
 
-MODEL_FLAGS = ("--dtype", "float32", "--num-kv-blocks", "160", "--max-num-batched-tokens", "16", "--threads", "1")
-EXIT_S = 5.0
+MODEL_FLAGS = (
+    *("--dtype", "float32", "--num-kv-blocks", "160", "--max-num-batched-tokens", "16", "--threads", "1"),
+    *PATIENT_WORKER,
+)
+#: For whoever has nothing left to finish: less than --drain-timeout-s, and a busy machine has to manage, too.
+EXIT_S = 20.0
+#: Whoever waits for a dead worker would take longer.
+END_S = 30.0
 
 
 @asynccontextmanager
@@ -53,7 +58,7 @@ async def wait_ready(client: Client, status: int = 200) -> None:
         async with client.session.get(f"{client.url}/ready") as response:
             return response.status == status
 
-    await until(reached, 15.0)
+    await until(reached, 60.0)
 
 
 async def wait_handoff_begun(client: Client) -> None:
@@ -77,14 +82,14 @@ async def test_dead_prefill_ends_requests_and_decode_exits(tiny_model: Path, tmp
             ]
             await wait_handoff_begun(client)
             prefill.process.kill()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(END_S):
                 answers = await asyncio.gather(*requests)
             for answer in answers:
                 assert answer.finish_reason or answer.error, answer
             await wait_ready(client, status=503)
             refused = await client.generate(prompt_of(4), max_tokens=2)
             assert refused.status == 503
-            await assert_baseline(client, within_s=8.0)
+            await assert_baseline(client)
         for service in (decode, router):
             terminate_in_time(service)
 
@@ -101,7 +106,7 @@ async def test_everybody_exits_in_time_while_decode_stands_still(tiny_model: Pat
             await wait_handoff_begun(client)
             os.kill(decode.process.pid, signal.SIGSTOP)
             terminate_in_time(prefill)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(END_S):
                 answers = await asyncio.gather(*requests)
             assert all(answer.finish_reason or answer.error for answer in answers)
         terminate_in_time(router)
@@ -192,7 +197,7 @@ async def test_aggregated_mode_gives_the_same_bytes(tiny_model: Path, tmp_path: 
 def test_impossible_starts_are_refused_fast(
     tiny_model: Path, tmp_path: Path, change: dict[str, object], flags: tuple[str, ...], word: str
 ) -> None:
-    """Under two seconds, exit code not 0, the reason on stderr. vllm-project/vllm#42593."""
+    """Before any process has loaded torch, which takes seconds; the reason is on stderr. vllm-project/vllm#42593."""
     model = tmp_path / "model"
     model.mkdir()
     for file in tiny_model.iterdir():
@@ -200,9 +205,12 @@ def test_impossible_starts_are_refused_fast(
     (model / "config.json").unlink()
     (model / "config.json").write_text(json.dumps(json.loads((tiny_model / "config.json").read_text()) | change))
     command = [sys.executable, "-m", "deploy.cli", "up", "--model", str(model), "--port", "0", *flags]
-    begun = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert time.monotonic() - begun < 2.0
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}  # every process names what it has imported on stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
     assert result.returncode != 0
     assert result.stdout == ""
-    assert word in result.stderr
+    lines = result.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert "deploy" in imported
+    assert "torch" not in imported
+    assert any(word in line for line in lines if not line.startswith("import time:"))

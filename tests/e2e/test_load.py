@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import Client, Cluster
+from tests.e2e.test_disconnect import assert_baseline
 
 pytestmark = [
     pytest.mark.cluster,
@@ -30,7 +31,7 @@ async def load(cluster: Cluster, *flags: str) -> tuple[int, str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    printed, errors = await asyncio.wait_for(process.communicate(), 90)
+    printed, errors = await asyncio.wait_for(process.communicate(), 240)
     assert b"Traceback" not in errors, errors.decode()
     assert process.returncode is not None
     return process.returncode, printed.decode()
@@ -38,8 +39,10 @@ async def load(cluster: Cluster, *flags: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("arrivals", [(), ("--arrival-rate", "10")], ids=["closed", "open"])
 async def test_nothing_fails_under_load(disaggregated: Cluster, client: Client, arrivals: tuple[str, ...]) -> None:
+    await assert_baseline(client)
     before = await client.metric("moerelay_generation_tokens_total")
-    code, printed = await load(disaggregated, *("-u", "6", "-r", "6", "-t", "4s", "--prompt-tokens", "1:60"), *arrivals)
+    flags = ("-u", "6", "-r", "6", "-t", "10s", "--prompt-tokens", "1:60", *arrivals)
+    code, printed = await load(disaggregated, *flags)
     found = SUMMARY.search(printed)
     assert found, printed
     assert (code, found[2]) == (0, "0"), printed
@@ -49,12 +52,14 @@ async def test_nothing_fails_under_load(disaggregated: Cluster, client: Client, 
         durations = [float(word) for word in rows[name] if re.fullmatch(r"[\d.]+", word)]
         assert len(durations) == 5
         assert durations == sorted(durations)
+    await assert_baseline(client)
     generated = await client.metric("moerelay_generation_tokens_total") - before
     assert 4 * int(found[1]) <= generated <= 12 * int(found[1])
 
 
 async def test_what_two_processes_send_is_summed_up(disaggregated: Cluster, client: Client) -> None:
     """To the last token of the streams that are under way when the time is over."""
+    await assert_baseline(client)
     before = await client.metric("moerelay_generation_tokens_total")
     many = ("-u", "64", "-r", "64", "-t", "3s", "--prompt-tokens", "1:20", "--output-tokens", "100")
     code, printed = await load(disaggregated, "--processes", "2", *many)
@@ -62,6 +67,7 @@ async def test_what_two_processes_send_is_summed_up(disaggregated: Cluster, clie
     assert found, printed
     assert (code, found[2]) == (0, "0"), printed
     assert int(found[1]) >= 64
+    await assert_baseline(client)
     assert await client.metric("moerelay_generation_tokens_total") - before == 100 * int(found[1])
     assert "requests in 0.0 s" not in printed
 
@@ -82,6 +88,6 @@ async def test_a_trace_is_replayed_once(disaggregated: Cluster, client: Client, 
 
 
 async def test_prompts_that_cannot_fit_are_refused_before_anything_is_sent(disaggregated: Cluster) -> None:
-    code, printed = await load(disaggregated, "-u", "1", "-t", "5s", "--prompt-tokens", "128")
+    code, printed = await load(disaggregated, "-u", "1", "-t", "60s", "--prompt-tokens", "128")
     assert code == 2
     assert not SUMMARY.search(printed)

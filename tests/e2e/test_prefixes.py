@@ -2,15 +2,15 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from common.engine.solo import SoloRunner
-from tests.e2e.cluster import Answer, Client, JsonObject, until
+from tests.e2e.cluster import PATIENT_ROUTER, Answer, Client, JsonObject, until
 from tests.e2e.oracle import assert_equals_solo
-from tests.e2e.services import Service, launched_service
+from tests.e2e.services import Launched, Service, launched_service
 from tests.e2e.test_faults import MODEL_FLAGS, connected
 from tests.e2e.test_routing_rows import prompt_of
 
@@ -83,6 +83,11 @@ def worker(role: str, model: Path, folder: Path, *flags: str) -> Iterator[Servic
         yield launched.wait_ready()
 
 
+def launched_router(folder: Path, prefill: Service, decode: Service) -> AbstractContextManager[Launched]:
+    workers = ("--prefill", prefill.address, "--decode", decode.address)
+    return launched_service("router", folder, *workers, *PATIENT_ROUTER)
+
+
 def same_port(service: Service) -> tuple[str, str]:
     return "--port", service.address.rpartition(":")[2]
 
@@ -103,7 +108,7 @@ async def paired(client: Client) -> None:
         async with client.session.get(f"{client.url}/ready") as response:
             return response.status == 200
 
-    await until(reached, 30.0)
+    await until(reached, 60.0)
 
 
 async def hits(client: Client, role: str) -> float:
@@ -120,7 +125,7 @@ async def test_rows_after_a_restart(tiny_model: Path, tmp_path: Path, solo: Solo
     with (
         worker("prefill_worker", tiny_model, tmp_path / "prefill") as prefill,
         worker("decode_worker", tiny_model, tmp_path / "decode") as decode,
-        launched_service("router", tmp_path, "--prefill", prefill.address, "--decode", decode.address) as router,
+        launched_router(tmp_path, prefill, decode) as router,
     ):
         async with connected(router.wait_ready().url) as client:
             await paired(client)

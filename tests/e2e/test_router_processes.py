@@ -17,8 +17,10 @@ from tests.e2e.conftest import FLAGS, TINY
 from tests.unit.router.scrapes import nothing_falls
 
 NUM_REQUESTS = 16
-#: Tokens of streams that are still there when somebody has looked.
-LONG = 400
+#: What is counted of each of them, beside others.
+COUNTERS = ("router_requests", "generation_tokens")
+#: Tokens of streams that are still there when somebody has looked, as many as the context takes.
+LONG = 1000
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +38,17 @@ async def test_four_processes_answer_as_one(four_processes: Cluster, client: Cli
     async with aiohttp.ClientSession(connector=connector) as session:
         both = Client(session, four_processes.url)
         prompts = [[3 + i, 5, 7, 11] for i in range(NUM_REQUESTS)]
+        before = [await both.metric(f"moerelay_{name}_total") for name in COUNTERS]
         answers = await asyncio.gather(*(both.generate(prompt, max_tokens=6, logprobs=1) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert _said(answer) == _said(await client.generate(prompt, max_tokens=6, logprobs=1))
-        assert await both.metric("moerelay_router_requests_total") == NUM_REQUESTS
-        assert await both.metric("moerelay_generation_tokens_total") == sum(len(a.token_ids) for a in answers)
+
+        async def counted() -> bool:
+            requests, tokens = [await both.metric(f"moerelay_{name}_total") for name in COUNTERS]
+            num_tokens = sum(len(answer.token_ids) for answer in answers)
+            return (requests - before[0], tokens - before[1]) == (NUM_REQUESTS, num_tokens)
+
+        await until(counted)  # counters lag behind the last byte of an answer
         assert await both.metric("moerelay_worker_up") == 2
 
 
@@ -64,12 +72,16 @@ async def test_an_abort_reaches_the_other_process(four_processes: Cluster) -> No
                         found.update((await response.json())["aborted"])
                 return all(task.done() for task in running)
 
-            await until(all_found, 30)
+            await until(all_found)
         ends = [task.result().finish_reason for task in running]
         # One that was faster than the abort ended by itself.
         assert {name for name, end in zip(names, ends, strict=True) if end == "abort"} <= found
         assert "abort" in ends
-        assert (await both.json("/cluster"))["router"]["in_flight"] == 0
+
+        async def none_left() -> bool:
+            return bool((await both.json("/cluster"))["router"]["in_flight"] == 0)
+
+        await until(none_left)
 
 
 @pytest.mark.cluster
@@ -121,13 +133,13 @@ class Streams:
             await self.until_counted()
             victim = self._busiest()
             victim.kill()
-            await asyncio.to_thread(victim.wait, 10)
-            await until(lambda: self._counted("moerelay_router_processes", 3), 30)
+            await asyncio.to_thread(victim.wait, 30)
+            await until(lambda: self._counted("moerelay_router_processes", 3), 60)
             await self._control("/resume")
 
     async def until_counted(self) -> None:
-        """Metrics lag behind the last byte of a stream."""
-        await until(lambda: self._counted("moerelay_router_requests_total", len(self.ended)))
+        """Metrics lag behind the last byte of a stream; this is the last one of a request."""
+        await until(lambda: self._counted("moerelay_e2e_request_latency_seconds_count", len(self.ended)))
 
     async def _ask(self, prompt: list[int]) -> None:
         with suppress(aiohttp.ClientError):

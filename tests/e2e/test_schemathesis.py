@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.cluster import Client, Cluster, JsonObject, running_cluster
-from tests.e2e.test_disconnect import invariants
+from tests.e2e.test_disconnect import assert_baseline, invariants
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("schemathesis")]
 
@@ -64,7 +64,7 @@ async def assert_unharmed(client: Client, before: JsonObject) -> None:
     """The same processes, with nothing left over, and the canary's answer is what it was."""
     after = await client.json("/cluster")
     assert [worker["pid"] for worker in after["workers"]] == [worker["pid"] for worker in before["workers"]]
-    assert after["router"]["in_flight"] == 0
+    await assert_baseline(client)
     assert await invariants(client) == []
 
 

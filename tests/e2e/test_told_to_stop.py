@@ -20,7 +20,7 @@ NUM_STREAMS = 10
 #: So many long prompts keep prefill workers busy for seconds; few tokens each.
 NUM_PROMPTS, LONG_PROMPT, FEW = 40, 1800, 4
 #: For whoever has nothing left to finish: far less than --drain-timeout-s, and a busy machine has to manage, too.
-EXIT_S = 15.0
+EXIT_S = 25.0
 
 WHO = pytest.mark.parametrize("who", ["decode", "prefill", "router"])
 

@@ -52,7 +52,7 @@ def matrix() -> list[object]:
     ]
 
 
-@pytest.mark.timeout(300)  # five processes load torch, which takes its time on a busy machine
+@pytest.mark.timeout(600)  # five processes load torch, which takes its time on a busy machine
 @pytest.mark.parametrize(("family", "mode", "dtype", "chunk"), matrix())
 async def test_no_difference_while_blocks_run_out(
     model_of: MakeModel, tmp_path: Path, family: str, mode: str, dtype: str, chunk: int
