@@ -29,8 +29,8 @@ async def ends(
         await listener.close()
 
 
-#: A queue that takes nothing for so long is full.
-FULL_S = 1.0
+#: A queue that takes nothing for so long is full; below the second after which a heartbeat moves something on.
+FULL_S = 0.2
 #: What is noticed "at once" is noticed without a timeout of any kind, of which none is as short.
 AT_ONCE_S = 20.0
 
