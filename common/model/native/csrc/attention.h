@@ -61,9 +61,13 @@ struct Workspace {
   const T *queries[kQueryRows], *weight_rows[kQueryRows];
   float highest[kQueryRows], total[kQueryRows], rescale[kQueryRows];
 
-  void fit(const Attention<T>& a) {
-    keys.fit(size_t{kTileKeys} * a.key_dim * sizeof(T));
-    values.fit(size_t{kTileKeys} * (a.value_dim + kLanes) * sizeof(T));
+  // Of one tile and one KV head, packed.
+  static size_t key_bytes(const Attention<T>& a) { return size_t{kTileKeys} * a.key_dim * sizeof(T); }
+  static size_t value_bytes(const Attention<T>& a) { return size_t{kTileKeys} * (a.value_dim + kLanes) * sizeof(T); }
+
+  void fit(const Attention<T>& a, int num_kv_heads) {
+    keys.fit(num_kv_heads * key_bytes(a));
+    values.fit(num_kv_heads * value_bytes(a));
     weights.fit(kQueryRows * kTileKeys);
     scores.fit(kQueryRows * kTileKeys);
     output.fit(size_t{kQueryRows} * (a.value_dim + kLanes));
@@ -95,14 +99,21 @@ inline void pack_values<bf16>(const bf16* const* rows, int num_keys, int value_d
     }
 }
 
-// Rows [first, first + num_rows) of one sequence and one KV head; a row is a query head of a token, heads first.
+// Rows of one sequence and some consecutive KV heads, head by head; a row is a query head of a token, tokens first.
 template <typename T>
 class RowBlock {
  public:
-  RowBlock(const Attention<T>& attention, const Queries& queries, int kv_head, int first, int num_rows,
-           Workspace<T>& space)
-      : a_(attention), queries_(queries), kv_head_(kv_head), first_(first), num_rows_(num_rows), space_(space) {
-    for (int row = 0; row < num_rows; ++row) space_.queries[row] = a_.q + vector(row) * a_.key_dim;
+  // `num_rows` of each head, from its row `first` on; no more than kQueryRows in all.
+  RowBlock(const Attention<T>& attention, const Queries& queries, int kv_head, int num_kv_heads, int first,
+           int num_rows, Workspace<T>& space)
+      : a_(attention),
+        queries_(queries),
+        kv_head_(kv_head),
+        num_kv_heads_(num_kv_heads),
+        first_(first),
+        num_rows_(num_rows),
+        space_(space) {
+    for (int row = 0; row < num_all(); ++row) space_.queries[row] = a_.q + vector(row) * a_.key_dim;
   }
 
   void run() {
@@ -114,19 +125,22 @@ class RowBlock {
   }
 
  private:
-  int64_t token(int row) const { return (first_ + row) / a_.group(); }
+  int num_all() const { return num_kv_heads_ * num_rows_; }
+  int64_t token(int row) const { return (first_ + row % num_rows_) / a_.group(); }
   int64_t position(int row) const { return queries_.start + token(row); }
-  int head(int row) const { return kv_head_ * a_.group() + (first_ + row) % a_.group(); }
+  int head(int row) const {
+    return (kv_head_ + row / num_rows_) * a_.group() + (first_ + row % num_rows_) % a_.group();
+  }
   // Index of the row's query, and of its output, in [tokens, heads].
   int64_t vector(int row) const { return (queries_.first_token + token(row)) * a_.num_heads + head(row); }
 
   void clear() {
-    for (int row = 0; row < num_rows_; ++row) {
+    for (int row = 0; row < num_all(); ++row) {
       // A sink is a key whose value is zero. Without one the maximum starts finite, so that nothing becomes NaN.
       space_.highest[row] = a_.sinks == nullptr ? -1e30f : a_.sinks[head(row)];
       space_.total[row] = a_.sinks == nullptr ? 0.0f : 1.0f;
     }
-    std::fill(output_row(0), output_row(num_rows_), 0.0f);
+    std::fill(output_row(0), output_row(num_all()), 0.0f);
   }
 
   void add_tile(int64_t first_key) {
@@ -136,33 +150,45 @@ class RowBlock {
     while (a_.window && position(end_row - 1) - a_.window >= first_key + kTileKeys - 1) --end_row;
     if (first_row >= end_row) return;
     pack(first_key);
-    score(first_row, end_row);
-    for (int row = first_row; row < end_row; ++row) soften(row, first_key);
-    accumulate(first_row, end_row);
+    for (int h = 0; h < num_kv_heads_; ++h) {
+      const int begin = h * num_rows_ + first_row, end = h * num_rows_ + end_row;
+      score(h, begin, end);
+      for (int row = begin; row < end; ++row) soften(row, first_key);
+      accumulate(h, begin, end);
+    }
   }
 
+  // Keys and values of the tile. The cache has the keys of a slot side by side, so the heads are read together.
   void pack(int64_t first_key) {
-    const T *keys[kTileKeys], *values[kTileKeys];
     const int64_t num_known = queries_.start + queries_.num_tokens - first_key;
     // Whole panels; what is behind the last key weighs nothing, so that their number shows in no result.
     num_panels_ = int(std::min<int64_t>(kKeyPanels, (num_known + kLanes - 1) / kLanes));
-    for (int i = 0; i < num_keys(); ++i) {
-      const int64_t row = i < num_known ? a_.cache_row(queries_, first_key + i, kv_head_) : 0;
-      keys[i] = i < num_known ? a_.keys + row : space_.zeros.data();
-      values[i] = i < num_known ? a_.values + row : space_.zeros.data();
-    }
-    const PackedWeight<T> packed = key_weight();
+    int64_t cached[kTileKeys];
+    for (int i = 0; i < std::min<int64_t>(num_keys(), num_known); ++i)
+      cached[i] = a_.cache_row(queries_, first_key + i, kv_head_);
+    const auto row = [&](const T* cache, int h, int i) {
+      return i < num_known ? cache + cached[i] + h * a_.key_dim : space_.zeros.data();
+    };
+    const T* rows[kTileKeys];
     for (int panel = 0; panel < num_panels_; ++panel)
-      pack_panel(keys + panel * kLanes, kLanes, a_.key_dim, space_.keys.data() + panel * packed.panel_bytes());
-    pack_values<T>(values, num_keys(), a_.value_dim, space_.values.data());
+      for (int h = 0; h < num_kv_heads_; ++h) {
+        for (int i = 0; i < kLanes; ++i) rows[i] = row(a_.keys, h, panel * kLanes + i);
+        pack_panel(rows, kLanes, a_.key_dim, keys(h) + panel * key_weight(h).panel_bytes());
+      }
+    for (int h = 0; h < num_kv_heads_; ++h) {
+      for (int i = 0; i < num_keys(); ++i) rows[i] = row(a_.values, h, i);
+      pack_values<T>(rows, num_keys(), a_.value_dim, values(h));
+    }
   }
 
   int num_keys() const { return num_panels_ * kLanes; }
-  PackedWeight<T> key_weight() const { return {space_.keys.data(), num_keys(), a_.key_dim}; }
-  PackedWeight<T> value_weight() const { return {space_.values.data(), a_.value_dim, num_keys()}; }
+  char* keys(int h) const { return space_.keys.data() + h * Workspace<T>::key_bytes(a_); }
+  char* values(int h) const { return space_.values.data() + h * Workspace<T>::value_bytes(a_); }
+  PackedWeight<T> key_weight(int h) const { return {keys(h), num_keys(), a_.key_dim}; }
+  PackedWeight<T> value_weight(int h) const { return {values(h), a_.value_dim, num_keys()}; }
 
-  void score(int first_row, int end_row) {
-    const PackedWeight<T> weight = key_weight();
+  void score(int h, int first_row, int end_row) {
+    const PackedWeight<T> weight = key_weight(h);
     for (int panel = 0; panel < num_panels_; panel += kTilePanels)
       product(space_.queries + first_row, end_row - first_row, weight, panel, [&](int row, int p, Floats sums) {
         store(space_.scores.data() + (first_row + row) * kTileKeys + p * kLanes, sums);
@@ -190,8 +216,8 @@ class RowBlock {
     space_.highest[row] = highest_now;
   }
 
-  void accumulate(int first_row, int end_row) {
-    const PackedWeight<T> weight = value_weight();
+  void accumulate(int h, int first_row, int end_row) {
+    const PackedWeight<T> weight = value_weight(h);
     for (int panel = 0; panel < weight.num_panels(); panel += kTilePanels)
       product(space_.weight_rows + first_row, end_row - first_row, weight, panel, [&](int row, int p, Floats sums) {
         float* output = output_row(first_row + row) + p * kLanes;
@@ -202,7 +228,7 @@ class RowBlock {
   float* output_row(int row) const { return space_.output.data() + size_t{1} * row * (a_.value_dim + kLanes); }
 
   void finish() {
-    for (int row = 0; row < num_rows_; ++row) {
+    for (int row = 0; row < num_all(); ++row) {
       T* to = a_.out + vector(row) * a_.value_dim;
       for (int dim = 0; dim < a_.value_dim; dim += kLanes)
         // A sum that underflowed to -0 would show how many keys weighed nothing; + 0 makes both zeros one.
@@ -212,29 +238,58 @@ class RowBlock {
 
   const Attention<T>& a_;
   const Queries& queries_;
-  const int kv_head_, first_, num_rows_;
+  const int kv_head_, num_kv_heads_, first_, num_rows_;
   int num_panels_ = 0;  // of keys in the present tile
   Workspace<T>& space_;
 };
 
+// How many KV heads of a sequence one thread takes together: as many as possible, because their keys and values lie side
+// by side in memory, unless the threads would be done later for it. Results do not depend on it.
+template <typename T>
+int heads_per_unit(const Attention<T>& attention, const Queries* sequences, int num_sequences) {
+  int64_t longest = 0, total = 0;
+  for (int s = 0; s < num_sequences; ++s) {
+    const Queries& q = sequences[s];
+    const int64_t work = (q.start + q.num_tokens) * q.num_tokens;
+    if (attention.num_rows(q) < kQueryRows) longest = std::max(longest, work);
+    total += work;
+  }
+  if (longest == 0) return 1;
+  int best = 1;
+  int64_t shortest = INT64_MAX;
+  for (int heads = 1; heads <= attention.num_kv_heads; heads *= 2) {
+    const int64_t num_units = (total * attention.num_kv_heads - 1) / (longest * heads) + 1;
+    const int64_t time = ((num_units - 1) / num_threads() + 1) * heads;
+    if (time > shortest) continue;
+    best = heads;
+    shortest = time;
+  }
+  return best;
+}
+
 template <typename T>
 void attend(const Attention<T>& attention, const Queries* sequences, int num_sequences) {
   struct Unit {
-    int sequence, kv_head, first;
+    int sequence, kv_head, num_kv_heads, first;
   };
   std::vector<Unit> units;
-  for (int s = 0; s < num_sequences; ++s)
-    for (int first = 0; first < attention.num_rows(sequences[s]); first += kQueryRows)
-      for (int head = 0; head < attention.num_kv_heads; ++head) units.push_back({s, head, first});
+  const int most_heads = heads_per_unit(attention, sequences, num_sequences);
+  for (int s = 0; s < num_sequences; ++s) {
+    const int num_rows = attention.num_rows(sequences[s]);
+    const int num_heads = std::clamp(kQueryRows / num_rows, 1, most_heads);
+    for (int first = 0; first < num_rows; first += kQueryRows)
+      for (int head = 0; head < attention.num_kv_heads; head += num_heads)
+        units.push_back({s, head, std::min(num_heads, attention.num_kv_heads - head), first});
+  }
   // The last rows of a prompt see the most keys: they go first, so that no thread is left alone with them.
   const int last = int(units.size()) - 1;
   share(last + 1, 1, [&](int i) {
     static thread_local Workspace<T> space;
-    space.fit(attention);
     const Unit& unit = units[last - i];
+    space.fit(attention, unit.num_kv_heads);
     const Queries& queries = sequences[unit.sequence];
     const int num_rows = std::min(kQueryRows, attention.num_rows(queries) - unit.first);
-    RowBlock<T>(attention, queries, unit.kv_head, unit.first, num_rows, space).run();
+    RowBlock<T>(attention, queries, unit.kv_head, unit.num_kv_heads, unit.first, num_rows, space).run();
   });
 }
 

@@ -38,6 +38,8 @@ class Team {
 
   ~Team() { resize(1); }
 
+  int size() const { return int(members_.size()) + 1; }
+
   // Calls body(i) for 0 <= i < count, on any member, `run` neighbours at a time; returns when all have returned. Throws
   // what one of them threw.
   template <typename Body>
@@ -163,6 +165,9 @@ class Team {
   int size_ = 1;
   std::vector<std::thread> members_;
 };
+
+// Of the caller's team.
+inline int num_threads() { return Team::mine().size(); }
 
 // body(i) for 0 <= i < count on the caller's team.
 template <typename Body>
