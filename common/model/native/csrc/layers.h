@@ -6,7 +6,7 @@
 
 #include <functional>
 
-#include "attention.h"
+#include "attend.h"
 #include "buffer.h"
 #include "experts.h"
 #include "heads.h"

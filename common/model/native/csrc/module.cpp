@@ -8,7 +8,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "attention.h"
+#include "attend.h"
 #include "experts.h"
 #include "heads.h"
 #include "layers.h"

@@ -77,7 +77,8 @@ def test_one_plane_whose_leading_dimensions_are_the_value(
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "key_dim"), [(1, 1, 2), (4, 4, 64), (8, 1, 32), (32, 4, 128), (64, 1, 16)]
+    ("num_heads", "num_kv_heads", "key_dim"),
+    [(1, 1, 2), (4, 4, 64), (6, 3, 32), (12, 6, 16), (8, 1, 32), (32, 4, 128), (64, 1, 16)],
 )
 def test_every_grouping_of_heads(
     kernels: Kernels, dtype: torch.dtype, num_heads: int, num_kv_heads: int, key_dim: int
