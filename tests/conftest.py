@@ -13,6 +13,17 @@ def pytest_configure() -> None:
     settings.load_profile("moerelay")
 
 
+@pytest.fixture
+def patient_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No handoff socket gives its peer up for a silence within a minute.
+
+    So a pause of a busy machine ends no connection, and what a test sees end was not ended by such a timeout.
+    """
+    monkeypatch.setattr("common.handoff.zmq_socket.HEARTBEAT_TIMEOUT_MS", 60_000)
+    monkeypatch.setattr("common.handoff.zmq_socket.HANDSHAKE_TIMEOUT_MS", 60_000)
+    monkeypatch.setattr("common.handoff.zmq_channel.CONNECT_TIMEOUT_MS", 60_000)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints what tests recorded as their "summary", also when they ran in another process."""
     reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind]

@@ -49,6 +49,8 @@ LONG_S = 20.0
 SHORT_S = 0.3
 #: Of what is meant to expire after something else: long enough for a loaded machine to do that, short enough to wait.
 MEDIUM_S = 2.0
+#: What is noticed "at once" needs no timeout: those of `patient_sockets` are a minute.
+AT_ONCE_S = 20.0
 
 #: Of two choices.
 FIRST_TOKENS = (

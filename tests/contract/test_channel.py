@@ -10,9 +10,13 @@ import pytest
 from common.errors import HandoffRefusedError, WorkerLostError
 from common.handoff.channel import HIGH_WATER_MARK, Connector, Link, Listener, PeerGone, PeerId, Received
 from common.handoff.frames import Frame
+from tests.contract.rig import AT_ONCE_S
 from tests.contract.transports import Transport
 
-pytestmark = pytest.mark.usefixtures("rare_heartbeats")
+pytestmark = pytest.mark.usefixtures("patient_sockets")
+
+#: A queue that takes nothing for so long is full; below the second after which a heartbeat moves something on.
+FULL_S = 0.2
 
 
 @asynccontextmanager
@@ -27,12 +31,6 @@ async def ends(
     finally:
         await connector.close()
         await listener.close()
-
-
-#: A queue that takes nothing for so long is full; below the second after which a heartbeat moves something on.
-FULL_S = 0.2
-#: What is noticed "at once" is noticed without a timeout of any kind, of which none is as short.
-AT_ONCE_S = 20.0
 
 
 async def received(listener: Listener) -> Received:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from common.handoff.messages import (
     Refuse,
     Reject,
     Renew,
+    TransferId,
 )
 from common.handoff.outgoing import MAX_TRANSFERS
 from common.handoff.payload import OFFLOAD_BYTES, read_payload
@@ -61,7 +63,7 @@ from tests.contract.rig import (
 )
 from tests.contract.transports import Transport
 
-pytestmark = pytest.mark.usefixtures("rare_heartbeats")
+pytestmark = pytest.mark.usefixtures("patient_sockets")
 
 #: One different value for every field that both sides must agree on.
 DIFFERENCES: dict[str, Any] = {
@@ -361,6 +363,28 @@ async def test_a_sender_that_falls_silent_expires(transport: Transport) -> None:
         await prefill.send(close_of(lease, num_chunks=1))
         assert isinstance(await prefill.receive(), Reject)
         decode.assert_idle()
+
+
+async def test_a_decode_worker_that_stood_still_hears_its_peers_before_it_gives_them_up(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What came during the pause is to be read between two checks.
+    monkeypatch.setattr("common.handoff.receiver.EXPIRY_CHECKS_PER_TIMEOUT", 2)
+    async with (
+        decode_worker(transport, timeout_s=MEDIUM_S) as decode,
+        scripted_prefill(transport, decode.listener.endpoint) as prefill,
+    ):
+        await prefill.greet()
+        leases = [decode.grant([3 + number], 4)[1] for number in range(20)]
+        nobody = replace(leases[0], transfer_id=TransferId(4711))
+        # The connection takes all of them at once, and the other end reads none before the pause is over.
+        for lease in (*leases, nobody):
+            await prefill.send(Renew(transfer_id=lease.transfer_id, generation=lease.generation))
+        time.sleep(1.2 * MEDIUM_S)  # noqa: ASYNC251  # the fault itself: nothing on this event loop may run meanwhile
+        answer = await prefill.receive()
+        assert isinstance(answer, Reject)
+        assert answer.transfer_id == nobody.transfer_id, "the last message was read"
+        assert decode.receiver.num_active == len(leases)
 
 
 async def test_the_handshake_comes_first(transport: Transport) -> None:

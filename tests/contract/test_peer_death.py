@@ -14,7 +14,7 @@ import pytest
 from common.errors import WorkerLostError
 from common.handoff.channel import PeerGone, Received
 from common.handoff.zmq_channel import ZmqConnector, ZmqListener
-from tests.contract.test_channel import AT_ONCE_S
+from tests.contract.rig import AT_ONCE_S
 
 LISTENER = """
 import asyncio, sys
@@ -55,7 +55,7 @@ async def process(script: str, endpoint: str) -> AsyncIterator[asyncio.subproces
         await child.communicate()
 
 
-@pytest.mark.usefixtures("rare_heartbeats")
+@pytest.mark.usefixtures("patient_sockets")
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 async def test_a_killed_decode_worker_is_noticed_at_once(scheme: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -70,7 +70,7 @@ async def test_a_killed_decode_worker_is_noticed_at_once(scheme: str) -> None:
                 await asyncio.wait_for(link.receive(), AT_ONCE_S)
 
 
-@pytest.mark.usefixtures("rare_heartbeats")
+@pytest.mark.usefixtures("patient_sockets")
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 async def test_a_killed_prefill_worker_is_noticed_at_once(scheme: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -111,7 +111,7 @@ for _ in sys.stdin:
 """
 
 
-@pytest.mark.usefixtures("rare_heartbeats")
+@pytest.mark.usefixtures("patient_sockets")
 async def test_peers_that_die_and_come_back_leave_no_sockets_behind() -> None:
     """sglang#31144, #31306, #29570: a prefill worker that is killed and restarts twenty times costs decode nothing."""
 

@@ -20,7 +20,9 @@ from tests.integration.relay import Relay, WorkerEnd, WorkerPlan, running_relay
 DECODE = WorkerPlan(KIT, chunk=8, credit_bytes=CREDIT_BYTES)
 PREFILL = WorkerPlan(KIT, chunk=8)
 
-#: A client learns of a broken handoff without a timeout of any kind, of which none is as short.
+pytestmark = pytest.mark.usefixtures("patient_sockets")
+
+#: A client learns of a broken handoff without a timeout: those of `patient_sockets` and of the plans are a minute.
 ERROR_S = 30.0
 
 MakeCheckpoint = Callable[..., Path]
