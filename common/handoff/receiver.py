@@ -49,7 +49,8 @@ from common.kv.store import KVStore
 from common.prompt_logprobs import from_bytes
 from common.tracing import TRACING_OFF, Tracing
 
-#: Leases are checked this often within one timeout, so that an expiry is noticed at most an eighth of it late.
+#: Leases are checked this often within one timeout, so that an expiry is noticed at most an eighth of it late, plus the
+#: time for which this process stood still.
 EXPIRY_CHECKS_PER_TIMEOUT = 8
 
 log = structlog.get_logger()
