@@ -305,8 +305,6 @@ LAUNCHER = """
 import asyncio, sys
 from deploy import up
 from deploy.plan import ClusterPlan
-from tests.ipv6 import needs_ipv6
-from tests.ports import reserved_port
 from tests.unit.deploy.conftest import FAKES
 up.ClusterPlan = lambda settings, directory, text_logs: ClusterPlan(settings, directory, FAKES, text_logs)
 from common.config import UpSettings
