@@ -33,6 +33,9 @@ MAX_QUESTION_FACTOR, MAX_QUESTION_EXTRA = 6, 64 * 2**10
 #: Longest answer line: a grammar grows a little when it is wrapped.
 MAX_LINE_BYTES = 64 * 2**20
 
+#: First line of a child.
+READY = b"ready\n"
+
 log = structlog.get_logger()
 
 
@@ -44,7 +47,11 @@ class GrammarChecker:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
+        #: The one that said that it is ready.
         self._child: asyncio.subprocess.Process | None = None
+        #: Shared by all that wait for a child; ends with None, or with why there is none.
+        self._start: asyncio.Task[str | None] | None = None
+        self._is_closed = False
         #: Answers by the digest of their question.
         self._known: OrderedDict[bytes, Reply] = OrderedDict()
 
@@ -54,6 +61,10 @@ class GrammarChecker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_closed = True
+        if self._start is not None:
+            self._start.cancel()
+            await asyncio.wait([self._start])
         await self._end_child()
 
     async def grammar(self, param: Param, fields: Mapping[str, object]) -> str | None:
@@ -61,7 +72,7 @@ class GrammarChecker:
 
         Raises:
             InvalidRequestError: it is wrong, or takes too much to compile.
-            UnavailableError: no child can be started.
+            UnavailableError: no child can be started, or it does not get ready.
         """
         line = json.dumps({"param": param, "fields": fields, "max_bytes": self._max_bytes})
         limit = MAX_QUESTION_FACTOR * self._max_bytes + MAX_QUESTION_EXTRA
@@ -74,20 +85,21 @@ class GrammarChecker:
 
     async def _reply(self, param: Param, line: str) -> Reply:
         digest = hashlib.sha256(line.encode()).digest()
-        if digest not in self._known:
-            async with self._turn:
-                if digest not in self._known:  # somebody else may have asked the same before
-                    self._known[digest] = await self._ask(param, line)
+        while digest not in self._known:
+            await self._until_ready()
+            async with self._turn:  # meanwhile somebody else may have asked the same, or something that ended the child
+                child = self._living_child()
+                if child is not None and digest not in self._known:
+                    self._known[digest] = await self._ask(child, param, line)
         if len(self._known) > NUM_REMEMBERED:
             self._known.popitem(last=False)
         self._known.move_to_end(digest)
         return self._known[digest]
 
-    async def _ask(self, param: Param, line: str) -> Reply:
+    async def _ask(self, child: asyncio.subprocess.Process, param: Param, line: str) -> Reply:
         """The child's answer. A child that is not done with a question is of no use any more, also if cancelled."""
         answered = False
         try:
-            child = await self._living_child()
             async with asyncio.timeout(self._timeout_s):
                 reply = await self._exchange(child, line)
             answered = reply is not None
@@ -116,37 +128,74 @@ class GrammarChecker:
         reply: Reply = json.loads(answer)
         return reply
 
-    async def _living_child(self) -> asyncio.subprocess.Process:
-        """One that has said that it is ready."""
-        if self._child is None or self._child.returncode is not None:
-            try:
-                self._child = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "router.text.grammar_child",
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    # The router's own may be a pipe that somebody reads to its end.
-                    stderr=asyncio.subprocess.DEVNULL,
-                    limit=MAX_LINE_BYTES,
-                )
-            except OSError as error:
-                raise UnavailableError(f"no process for structured outputs can be started: {error}") from error
-            await self._until_ready(self._child)
-        return self._child
+    def _living_child(self) -> asyncio.subprocess.Process | None:
+        return None if self._child is None or self._child.returncode is not None else self._child
 
-    async def _until_ready(self, child: asyncio.subprocess.Process) -> None:
-        assert child.stdout is not None, "the child has pipes"
+    async def _until_ready(self) -> None:
+        """Not in one's turn, so that all wait for one start at once; it goes on if those that wait for it leave."""
+        if self._living_child() is not None:
+            return
+        if self._is_closed:
+            raise UnavailableError("the router shuts down")
+        if self._start is None or self._start.done():
+            self._start = asyncio.create_task(self._start_child())
+        fault = await asyncio.shield(self._start)
+        if fault is not None:
+            raise UnavailableError(f"the process for structured outputs has not started: {fault}; try again")
+
+    async def _start_child(self) -> str | None:
+        """Why there is none; None once it is ready."""
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                is_ready = bool(await child.stdout.readline())
-        except TimeoutError:
-            is_ready = False
-        if not is_ready:
-            raise UnavailableError("the process for structured outputs has not started; try again")
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "router.text.grammar_child",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                # The router's own may be a pipe that somebody reads to its end.
+                stderr=asyncio.subprocess.DEVNULL,
+                limit=MAX_LINE_BYTES,
+            )
+        except OSError as error:
+            fault: str | None = str(error)
+        else:
+            fault = await self._take(child)
+        if fault is not None:
+            log.warning("grammar_child_not_started", reason=fault)
+        return fault
+
+    async def _take(self, child: asyncio.subprocess.Process) -> str | None:
+        """Like `_start_child`. A child that does not get ready is ended, also if this is cancelled."""
+        fault: str | None = "the checker is closed"
+        try:
+            fault = await _fault_of_start(child)
+        finally:
+            if fault is None:
+                self._child = child
+            else:
+                await _end(child)
+        return fault
 
     async def _end_child(self) -> None:
         child, self._child = self._child, None
-        if child is not None and child.returncode is None:
-            child.kill()
-            await child.wait()
+        if child is not None:
+            await _end(child)
+
+
+async def _fault_of_start(child: asyncio.subprocess.Process) -> str | None:
+    """None if it is ready."""
+    assert child.stdout is not None, "the child has pipes"
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await child.stdout.readline()
+            if not line:
+                return f"it ended with code {await child.wait()}"
+    except TimeoutError:
+        return f"it was not ready after {START_TIMEOUT_S:g} s"
+    return None if line == READY else "it said something else than that it is ready"
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    if child.returncode is None:
+        child.kill()
+        await child.wait()

@@ -3,16 +3,29 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, UnavailableError
+from router.text import grammar_checker
 from router.text.grammar import grammar_of_response_format, grammar_of_structured_outputs
 from router.text.grammar_checker import GrammarChecker, Param, Reply
 
 MAX_BYTES = 2**16
+
+#: Makes children run this code before their own.
+AtStart = Callable[[str], object]
+
+
+@pytest.fixture
+def at_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AtStart:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # what was compiled in the same second counts as current
+    return (tmp_path / "sitecustomize.py").write_text
 
 
 def child_pid(checker: GrammarChecker) -> int | None:
@@ -40,8 +53,10 @@ async def test_refusals_keep_their_words() -> None:
 async def test_a_grammar_that_explodes_is_refused_and_the_next_one_answered(multiple: int) -> None:
     """llguidance builds an automaton with a state per remainder: gigabytes, minutes."""
     async with GrammarChecker(MAX_BYTES, timeout_s=2.0) as checker:
+        await checker.grammar("structured_outputs", {"regex": "a"})  # the child is up
         with pytest.raises(InvalidRequestError, match="make it simpler") as caught:
-            await checker.grammar("structured_outputs", {"json": {"type": "integer", "multipleOf": multiple}})
+            async with asyncio.timeout(25):  # less than the kernel gives the child, which ends with the same words
+                await checker.grammar("structured_outputs", {"json": {"type": "integer", "multipleOf": multiple}})
         assert caught.value.param == "structured_outputs"
         assert await checker.grammar("structured_outputs", {"regex": "b"}) is not None
 
@@ -61,14 +76,95 @@ async def test_a_child_that_died_is_replaced() -> None:
         assert outcomes[-1] is not None
 
 
-async def test_a_child_that_is_late_costs_no_grammar_its_answer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_child_that_is_late_costs_no_grammar_its_answer(at_start: AtStart) -> None:
     """As on a machine that stands still while it starts."""
-    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(1)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    async with GrammarChecker(MAX_BYTES, timeout_s=0.9) as checker:
+    at_start("import time; time.sleep(4)")
+    async with GrammarChecker(MAX_BYTES, timeout_s=3.0) as checker:
         assert await checker.grammar("structured_outputs", {"regex": "a"}) is not None
+
+
+class StartCountingChecker(GrammarChecker):
+    """Counts the children."""
+
+    num_started = 0
+
+    async def _start_child(self) -> str | None:
+        self.num_started += 1
+        return await super()._start_child()
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout_s", "reason"),
+    [
+        ("import os; os._exit(3)", 60.0, "it ended with code 3"),
+        ("import time; time.sleep(600)", 0.5, "it was not ready after 0.5 s"),
+        ("print('hello', flush=True)", 60.0, "it said something else than that it is ready"),
+    ],
+    ids=["ends", "hangs", "says something else"],
+)
+async def test_all_that_wait_learn_from_one_start_why_it_failed(
+    at_start: AtStart, monkeypatch: pytest.MonkeyPatch, code: str, timeout_s: float, reason: str
+) -> None:
+    at_start(code)
+    async with StartCountingChecker(MAX_BYTES) as checker:
+        asked = [checker.grammar("structured_outputs", {"regex": text}) for text in "abc"]
+        with monkeypatch.context() as patch, capture_logs() as logs:
+            patch.setattr(grammar_checker, "START_TIMEOUT_S", timeout_s)
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {UnavailableError}
+        assert all(f"has not started: {reason}; try again" in str(outcome) for outcome in outcomes)
+        assert checker.num_started == 1
+        assert [(line["event"], line["reason"]) for line in logs] == [("grammar_child_not_started", reason)]
+        at_start("")
+        assert await checker.grammar("structured_outputs", {"regex": "a"}) is not None
+
+
+#: Says its pid, and goes on once there is a file "go".
+WAIT_FOR_GO = """
+import os, pathlib, time
+here = pathlib.Path(__file__).parent
+(here / "pid").write_text(str(os.getpid()))
+while not (here / "go").exists():
+    time.sleep(0.01)
+"""
+
+
+def said_pid(folder: Path) -> int | None:
+    """Of the child that waits in `folder`; None before it does."""
+    text = (folder / "pid").read_text() if (folder / "pid").exists() else ""
+    return int(text) if text else None
+
+
+async def waiting_pid(folder: Path) -> int:
+    async with asyncio.timeout(60):
+        while (pid := said_pid(folder)) is None:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
+    return pid
+
+
+async def test_a_client_that_leaves_does_not_end_the_start(at_start: AtStart, tmp_path: Path) -> None:
+    at_start(WAIT_FOR_GO)
+    async with GrammarChecker(MAX_BYTES) as checker:
+        asked = asyncio.ensure_future(checker.grammar("structured_outputs", {"regex": "a"}))
+        pid = await waiting_pid(tmp_path)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        (tmp_path / "go").touch()
+        assert await checker.grammar("structured_outputs", {"regex": "b"}) is not None
+        assert child_pid(checker) == pid
+
+
+async def test_closing_ends_a_start_and_allows_no_other(at_start: AtStart, tmp_path: Path) -> None:
+    at_start(WAIT_FOR_GO)
+    async with asyncio.timeout(50), GrammarChecker(MAX_BYTES) as checker:  # less than the start may take
+        asked = asyncio.ensure_future(checker.grammar("structured_outputs", {"regex": "a"}))
+        pid = await waiting_pid(tmp_path)
+    await asyncio.wait([asked])
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(UnavailableError, match="shuts down"):
+        await checker.grammar("structured_outputs", {"regex": "a"})
 
 
 async def test_a_known_grammar_needs_no_child() -> None:
@@ -84,9 +180,9 @@ class CountingChecker(GrammarChecker):
 
     num_asked = 0
 
-    async def _ask(self, param: Param, line: str) -> Reply:
+    async def _ask(self, child: asyncio.subprocess.Process, param: Param, line: str) -> Reply:
         self.num_asked += 1
-        return await super()._ask(param, line)
+        return await super()._ask(child, param, line)
 
 
 async def test_refusals_are_remembered_and_asked_for_once() -> None:
