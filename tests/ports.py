@@ -9,7 +9,8 @@ from contextlib import contextmanager
 def reserved_port() -> Iterator[int]:
     """A port of 127.0.0.1 that refuses connections, until the test itself listens there.
 
-    Nobody draws it as a free one, and nobody connects from it.
+    Nobody draws it as a free one, and nobody connects from it. That the test may bind what is bound here is Linux's
+    rule; on macOS it fails with EADDRINUSE.
     """
     with socket.socket() as bound:
         # What servers set as well: then they may bind what is bound, as long as nobody listens there.

@@ -29,8 +29,6 @@ GENERATE = "/inference/v1/generate"
 
 #: However long a busy machine stands still, no worker is taken for lost that answers in the end.
 PATIENT: dict[str, Any] = {"heartbeat_timeout_s": 60, "connect_timeout_s": 60}
-#: The same for a router process.
-PATIENT_FLAGS = ("--heartbeat-timeout-s", "60", "--connect-timeout-s", "60")
 #: Of a heartbeat that a test asks for; a worker that has left refuses it at once.
 HEARTBEAT_S = 30
 

@@ -13,9 +13,10 @@ import aiohttp
 import pytest
 
 from common.pb import types_pb2
+from tests.e2e.cluster import PATIENT_ROUTER
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
 from tests.ipv6 import needs_ipv6
-from tests.unit.router.cluster import GENERATE, PATIENT_FLAGS, split_events, strict_json
+from tests.unit.router.cluster import GENERATE, split_events, strict_json
 
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}, "stream": True}
 
@@ -64,7 +65,7 @@ async def serving_router(
     worker = FakeWorker("decode-0", types_pb2.ROLE_BOTH, script)
     async with serving(worker), aiohttp.ClientSession() as session:
         arguments = ["--port", "0", "--decode", worker.address, "--ready-file", str(folder / "ready.json")]
-        async with process(*arguments, *PATIENT_FLAGS, "--pre-stop-s", "0", *flags) as child:
+        async with process(*arguments, *PATIENT_ROUTER, "--pre-stop-s", "0", *flags) as child:
             yield child, await wait_ready(folder, session), session, worker
 
 

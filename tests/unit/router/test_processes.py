@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 from common.pb import types_pb2
+from tests.e2e.cluster import PATIENT_ROUTER
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
-from tests.unit.router.cluster import GENERATE, PATIENT_FLAGS, split_events, strict_json
+from tests.unit.router.cluster import GENERATE, split_events, strict_json
 from tests.unit.router.test_process import process
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes cannot share a port there")
@@ -91,7 +92,7 @@ async def routers(folder: Path, script: Script, *flags: str) -> AsyncIterator[Ro
     ):
         ready = str(folder / "ready.json")
         shared = ["--port", "0", "--router-processes", "2", "--decode", worker.address, "--ready-file", ready]
-        async with process(*shared, *PATIENT_FLAGS, *flags) as parent:
+        async with process(*shared, *PATIENT_ROUTER, *flags) as parent:
             await poll(lambda: written(folder / "ready.json"))
             url = f"http://{json.loads((folder / 'ready.json').read_text())['address']}"
             cluster = Routers(parent, url, http, worker)

@@ -29,8 +29,9 @@ from deploy.healthcheck import complaint
 from deploy.keys.certificates import Signed, new_authority, sign
 from deploy.preflight import checked
 from deploy.ready import read_ready_file
+from tests.e2e.cluster import PATIENT_ROUTER
 from tests.fakes.fake_workers import FakeWorker, Script, expected_tokens, serving
-from tests.unit.router.cluster import GENERATE, PATIENT_FLAGS, split_events, strict_json
+from tests.unit.router.cluster import GENERATE, split_events, strict_json
 from tests.unit.router.test_process import process, wait_status
 
 _BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
@@ -79,7 +80,7 @@ async def https_router(folder: Path, *flags: str) -> AsyncIterator[tuple[str, st
     worker, ready = FakeWorker("decode-0", types_pb2.ROLE_BOTH, Script()), folder / "ready.json"
     async with serving(worker), aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=False)) as session:
         arguments = ["--port", "0", "--decode", worker.address, "--ready-file", str(ready), "--pre-stop-s", "0"]
-        async with process(*arguments, *PATIENT_FLAGS, *flags):
+        async with process(*arguments, *PATIENT_ROUTER, *flags):
             async with asyncio.timeout(60):
                 address = (await read_ready_file(ready)).address
             report = json.loads(ready.read_text())

@@ -86,7 +86,7 @@ async def test_workers_appear_move_and_disappear(tmp_path: Path) -> None:
             async with serving(other):
                 listed.write("decode", decode, other)
                 await until(lambda: sum(worker.usable for worker in fleet.workers) == 3)
-                # They take turns, but for a heartbeat that still tells of what has ended.
+                # Which of two that are idle is next depends on what their last heartbeats still counted.
                 async with asyncio.timeout(30):
                     while not other.decode_requests:
                         await cluster.canary()
