@@ -187,7 +187,7 @@ def running_fleet(model: Path, folder: Path, *router_flags: str) -> Iterator[Fle
 @asynccontextmanager
 async def client_of(fleet: Fleet) -> AsyncIterator[Client]:
     """No limit on connections: a request that waits in the client's pool would tell nothing."""
-    timeout, pool = aiohttp.ClientTimeout(total=60), aiohttp.TCPConnector(limit=0)
+    timeout, pool = aiohttp.ClientTimeout(total=200), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=pool) as session:
         yield Client(session, fleet.url)
 
