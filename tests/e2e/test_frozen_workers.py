@@ -107,20 +107,20 @@ async def test_a_frozen_engine_makes_its_worker_unhealthy(fleet: Fleet, fleet_cl
         while not stop.is_set():
             answers.append(await generate(fleet_client, next(numbers), num_tokens, length=length))
 
-    requests = [asyncio.create_task(send()) for _ in range(20)]
-    await until(lambda: has_computed(worker, before))
-    other.freeze()
-    try:
-        with frozen(busiest_thread(worker.pid, before)):
-            stop.set()
-            await until_unwell(worker)
-            await until_status(fleet_client, "/ready", 503)
-    finally:
-        stop.set()
-        other.thaw()
-    await until_healthy(fleet_client, worker, other)
-    await until_status(fleet_client, "/ready", 200)
-    await asyncio.gather(*requests)
+    async with asyncio.TaskGroup() as requests:
+        for _ in range(20):
+            requests.create_task(send())
+        await until(lambda: has_computed(worker, before))
+        other.freeze()
+        try:
+            with frozen(busiest_thread(worker.pid, before)):
+                stop.set()
+                await until_unwell(worker)
+                await until_status(fleet_client, "/ready", 503)
+        finally:
+            other.thaw()
+        await until_healthy(fleet_client, worker, other)
+        await until_status(fleet_client, "/ready", 200)
     assert_ended(answers, num_tokens)
     assert not assert_ended([await generate(fleet_client, i, 4) for i in range(4)], 4)[1]
 
