@@ -14,7 +14,8 @@ import aiohttp
 
 BODY = {
     "token_ids": [5, 6, 7, 8, 9],
-    "sampling_params": {"max_tokens": 400, "temperature": 0, "ignore_eos": True},
+    # So many that the pause finds the stream under way, and few enough for the context of what `make-model` writes.
+    "sampling_params": {"max_tokens": 1000, "temperature": 0, "ignore_eos": True},
     "stream": True,
 }
 

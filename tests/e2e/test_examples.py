@@ -34,7 +34,7 @@ def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def ended(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The example, after it has ended in whatever way."""
     command = (sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
 def example(name: str, *arguments: str) -> str:
@@ -62,10 +62,7 @@ def test_sglang_rollout(cluster: Cluster) -> None:
 
 def test_pause_update_resume(cluster: Cluster, checkpoint: Path) -> None:
     assert cluster.control_url
-    for _ in range(5):  # the stream may be over before the pause
-        printed = example("pause_update_resume.py", cluster.url, cluster.control_url, str(checkpoint))
-        if "while 0 request(s) stood still" not in printed:
-            break
+    printed = example("pause_update_resume.py", cluster.url, cluster.control_url, str(checkpoint))
     assert "while 1 request(s) stood still" in printed
     assert len(re.findall(r"tokens \d+ to \d+: weights", printed)) == 2
 
