@@ -43,7 +43,7 @@ LAYOUT = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16, dty
 ROUTING = RoutingLayout(num_layers=12, top_k=4, num_experts=32)
 PROMPTS = (512, 2048, 8192)
 #: What a prefill worker hands over at a time: `--max-num-batched-tokens`.
-RANGE_TOKENS = 256
+RANGE_TOKENS = 512
 #: `--handoff-credit-bytes`.
 CREDIT_BYTES = 64 * 2**20
 TIMEOUT_S = 30.0
