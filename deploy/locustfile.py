@@ -104,7 +104,8 @@ def begin(environment: Environment, **_: Any) -> None:
         log.error("load: %s", error.message)
         environment.process_exit_code = 2
         assert environment.runner is not None
-        environment.runner.quit()
+        # Not at once: locust is starting the test, and would go on with that.
+        gevent.spawn(environment.runner.quit)
 
 
 def _prepared(environment: Environment) -> Test:

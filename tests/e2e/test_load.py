@@ -88,6 +88,7 @@ async def test_a_trace_is_replayed_once(disaggregated: Cluster, client: Client, 
 
 
 async def test_prompts_that_cannot_fit_are_refused_before_anything_is_sent(disaggregated: Cluster) -> None:
-    code, printed = await load(disaggregated, "-u", "1", "-t", "60s", "--prompt-tokens", "128")
+    """And nobody waits for the end of the test to hear of it."""
+    code, printed = await load(disaggregated, "-u", "1", "-t", "1h", "--prompt-tokens", "128")
     assert code == 2
     assert not SUMMARY.search(printed)
